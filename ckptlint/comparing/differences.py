@@ -91,15 +91,15 @@ class Diff(Shown):
 
 def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
     """The differences of two steps by component, single ones whatever their names; `layout`: of chunks, files too."""
-    shared, found = 0, list[Difference]()
+    shared, all_changes = 0, list[Difference]()
     if is_single := len(old) == len(new) == 1:
         old, new = ({"": ckpt} for ckpt in (*old.values(), *new.values()))
     for name in dict.fromkeys([*old, *new]):
         before, after = (side.get(name) or Checkpoint("", "dcp") for side in (old, new))
         count, changes = _compare(before, after, layout)
         shared += count
-        found += [item if is_single else replace(item, key=f"{name}/{item.key}") for item in changes]
-    return Diff([*old.values()], [*new.values()], shared, found)
+        all_changes += [item if is_single else replace(item, key=f"{name}/{item.key}") for item in changes]
+    return Diff([*old.values()], [*new.values()], shared, all_changes)
 
 
 def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[Difference]]:
@@ -120,17 +120,17 @@ def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[
             changes += _layout(old, old.tensors[key], new, new.tensors[key])
     grids = [dict(ckpt.objects.grids) for ckpt in (old, new)] if layout else [{}, {}]
     for key, shape in grids[0].items():  # of objects: Megatron-Core keeps the mesh in them
-        if (other := grids[1].get(key, shape)) != shape:
-            texts = ("grid " + " x ".join(map(str, grid)) for grid in (shape, other))
+        if (new_shape := grids[1].get(key, shape)) != shape:
+            texts = ("grid " + " x ".join(map(str, grid)) for grid in (shape, new_shape))
             changes.append(Difference("cut", key, *texts))
     return len(shared), changes
 
 
 def _items(ckpt: Checkpoint) -> dict[str, Item]:
     """Everything by key; the shards of one object of Megatron-Core are one item."""
-    found = {t.fqn: Item("tensor", t.dtype, t.global_shape, t.is_flattened) for t in ckpt.tensors.values()}
-    found |= {entry.fqn: Item("bytes") for entry in ckpt.byte_objects}
-    return found | {key: Item("object") for key in ckpt.objects.keys}
+    items = {t.fqn: Item("tensor", t.dtype, t.global_shape, t.is_flattened) for t in ckpt.tensors.values()}
+    items |= {entry.fqn: Item("bytes") for entry in ckpt.byte_objects}
+    return items | {key: Item("object") for key in ckpt.objects.keys}
 
 
 def _renamed(
@@ -143,13 +143,13 @@ def _renamed(
     paired: set[tuple[str, str]] = set()
     if mine.tensors and theirs:
         for pair in match_keys(mine, Reference("", "checkpoint", theirs)).pairs:
-            key, other = pair.expected.fqn, pair.stored.fqn
+            key, new_key = pair.expected.fqn, pair.stored.fqn
             is_same = pair.expected_shape == pair.stored_shape
-            is_same = is_same or (pair.alike and before[key].has_shape_of(after[other]))
-            if is_same and (key, other) not in paired:
-                paired.add((key, other))
-                yield Difference("renamed", key, str(before[key]), str(after[other]), other)
-    gone, come = {key for key, _ in paired}, {other for _, other in paired}
+            is_same = is_same or (pair.alike and before[key].has_shape_of(after[new_key]))
+            if is_same and (key, new_key) not in paired:
+                paired.add((key, new_key))
+                yield Difference("renamed", key, str(before[key]), str(after[new_key]), new_key)
+    gone, come = {key for key, _ in paired}, {new_key for _, new_key in paired}
     yield from (Difference("removed", key, old=str(before[key])) for key in removed if key not in gone)
     yield from (Difference("added", key, new=str(after[key])) for key in added if key not in come)
 

@@ -29,7 +29,7 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
 
     Raises CheckpointError with a line for each that is unsafe or unreadable, NothingToCheckError, or AccessError.
     """
-    made = [OpenedCheckpoint(found.folder, open_checkpoint(found, files)) for found in find(path)]
+    made = [OpenedCheckpoint(place.folder, open_checkpoint(place, files)) for place in find(path)]
     obstacles = ((item, obstacle(replace(item.ckpt, partial_because="") if partial else item.ckpt)) for item in made)
     if sentences := [f"{item.ckpt.path}: {sentence}" for item, sentence in obstacles if sentence]:
         raise CheckpointError("\n".join(sentences))
@@ -39,8 +39,13 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
 def read_records(side: Sequence[OpenedCheckpoint], depth: Depth) -> list[Checkpoint]:
     """The checkpoints with the numbers in small entries, and records read as deep as `depth`, or AccessError."""
     side = [
-        replace(one, ckpt=replace(one.ckpt, object_values=one.ckpt.object_values | read_numbers(one.folder, one.ckpt)))
-        for one in side
+        replace(
+            opened,
+            ckpt=replace(
+                opened.ckpt, object_values=opened.ckpt.object_values | read_numbers(opened.folder, opened.ckpt)
+            ),
+        )
+        for opened in side
     ]
     if not depth.opens_records:
         return [item.ckpt for item in side]

@@ -39,11 +39,14 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
     sides = _named(old, namings[0], heads), _named(new, namings[1], heads)
     if namings[0] is None or namings[1] is None or namings[0] is namings[1]:
         return sides
-    ways = [{(one.stored_as.roles, one.stored_as.how) for one in side.values() if one.stored_as} for side in sides]
+    ways = [
+        {(tensor.stored_as.roles, tensor.stored_as.how) for tensor in side.values() if tensor.stored_as}
+        for side in sides
+    ]
     apart = {roles for roles, _ in ways[0] ^ ways[1]}
 
-    def is_apart(one: Side) -> bool:
-        return bool(one.stored_as and one.stored_as.how and one.stored_as.roles in apart and one.is_read)
+    def is_apart(tensor: Side) -> bool:
+        return bool(tensor.stored_as and tensor.stored_as.how and tensor.stored_as.roles in apart and tensor.is_read)
 
     wanted = [[*filter(is_apart, side.values())] for side in sides]
     keys = _rows_of_keys(sides[0]) | _rows_of_keys(sides[1])
@@ -53,7 +56,8 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
     for size in sizes:
         known = replace(heads, size=size)
         moved = [
-            {one.fqn: _moved(one, known, keys, is_old=members is wanted[0]) for one in members} for members in wanted
+            {tensor.fqn: _moved(tensor, known, keys, is_old=members is wanted[0]) for tensor in members}
+            for members in wanted
         ]
         ordered: list[Sides] = [{**side, **members} for side, members in zip(sides, moved, strict=True)]
         # Without a declared head size every divisor is tried, and the size that makes most contents equal wins: a wrong
@@ -68,26 +72,38 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
     """The side, with the roles of its keys under a naming."""
     if naming is None:
         return side
-    stored_roles = {key: found for key in side if (found := stored(key, naming))}
+    stored_roles = {key: key_roles for key in side if (key_roles := stored(key, naming))}
     if (naming.halves and any(map(naming.halves.search, side))) or heads.model_type in naming.halves_types:
-        stored_roles = {key: StoredRoles(one.roles, one.how - {"pairs"}) for key, one in stored_roles.items()}
-    matrices = [(key, one, parse(key)) for key, one in stored_roles.items() if len(side[key].shape) > 1]
-    last = {(name.layer, name.in_experts, side[key].shape[-1]) for key, one, name in matrices if one.roles == ("down",)}
-    for key, one, name in matrices:  # a block without a gate has as many rows first as columns last
-        if one.roles == ("gate", "up") and (name.layer, name.in_experts, side[key].shape[-2]) in last:
-            stored_roles[key] = StoredRoles(("up",), one.how)
-    return {key: replace(one, stored_as=stored_roles.get(key)) for key, one in side.items()}
+        stored_roles = {
+            key: StoredRoles(stored_as.roles, stored_as.how - {"pairs"}) for key, stored_as in stored_roles.items()
+        }
+    matrices = [(key, stored_as, parse(key)) for key, stored_as in stored_roles.items() if len(side[key].shape) > 1]
+    last = {
+        (name.layer, name.in_experts, side[key].shape[-1])
+        for key, stored_as, name in matrices
+        if stored_as.roles == ("down",)
+    }
+    for key, stored_as, name in matrices:  # a block without a gate has as many rows first as columns last
+        if stored_as.roles == ("gate", "up") and (name.layer, name.in_experts, side[key].shape[-2]) in last:
+            stored_roles[key] = StoredRoles(("up",), stored_as.how)
+    return {key: replace(tensor, stored_as=stored_roles.get(key)) for key, tensor in side.items()}
 
 
 def _rows_of_keys(side: Sides) -> dict[int | None, int]:
     """Layer -> rows of its attention key projection, where that is a separate tensor."""
-    keys = [one for one in side.values() if one.stored_as and one.stored_as.roles == ("k",) and len(one.shape) > 1]
-    return {parse(one.fqn).layer: one.shape[-2] for one in keys}
+    keys = [
+        tensor
+        for tensor in side.values()
+        if tensor.stored_as and tensor.stored_as.roles == ("k",) and len(tensor.shape) > 1
+    ]
+    return {parse(tensor.fqn).layer: tensor.shape[-2] for tensor in keys}
 
 
 def _sizes(wanted: Iterable[Side]) -> list[int]:
     """Possible head sizes; [0] where no order depends on them."""
-    rows = [one.shape[-2:][0] for one in wanted if one.stored_as and one.stored_as.how & {"pairs", "by group"}]
+    rows = [
+        tensor.shape[-2:][0] for tensor in wanted if tensor.stored_as and tensor.stored_as.how & {"pairs", "by group"}
+    ]
     common = gcd(*rows)
     return [size for size in range(2, min(common, _LARGEST_HEAD) + 1, 2) if common % size == 0] or [0]
 
@@ -142,10 +158,10 @@ def _in_order(hashes: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
 def _contents(side: Sides, keys: Mapping[int | None, int]) -> set[tuple[str, int]]:
     """Dtype and digest of the rows of each tensor of attention, and of the queries with which a fused one begins."""
     contents = set()
-    for one in (one for one in side.values() if one.stored_as and {*one.stored_as.roles} & {"q", "k"}):
-        for dtype, hashes in one.hashes.items():
+    for tensor in (tensor for tensor in side.values() if tensor.stored_as and {*tensor.stored_as.roles} & {"q", "k"}):
+        for dtype, hashes in tensor.hashes.items():
             contents.add((dtype, digest(hashes.rows)))
-            if one.stored_as and len(one.stored_as.roles) > 1:
-                queries = len(hashes.rows) - 2 * keys.get(parse(one.fqn).layer, 0)
+            if tensor.stored_as and len(tensor.stored_as.roles) > 1:
+                queries = len(hashes.rows) - 2 * keys.get(parse(tensor.fqn).layer, 0)
                 contents.add((dtype, digest(hashes.rows[:queries])))
     return contents

@@ -39,10 +39,10 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     by_key = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
     left_old = {name: side for name, side in old.items() if name not in new}
     left_new = {name: side for name, side in new.items() if name not in old}
-    known = {name: other for name, other in renamed.items() if name in left_old and other in left_new}
+    known = {name: new_name for name, new_name in renamed.items() if name in left_old and new_name in left_new}
     # Conventions order rows differently, and a name may mean another weight there. So a renamed pair that is not equal
     # is first searched by content, and reported as differing only if nothing else holds it.
-    pairs = [_pair(left_old[name], left_new[other], vocabulary) for name, other in known.items()]
+    pairs = [_pair(left_old[name], left_new[new_name], vocabulary) for name, new_name in known.items()]
     by_name = [match for match in pairs if match.is_proven]
     by_content = list(_by_content(_without(left_old, by_name), _without(left_new, by_name), vocabulary))
     paired = [*by_name, *by_content]
@@ -54,9 +54,9 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     return _under_right_names([*by_key, *paired, *differing, *alone], (old, new))
 
 
-def _without(sides: Sides, found: Iterable[Match]) -> dict[str, Side]:
+def _without(sides: Sides, pairs: Iterable[Match]) -> dict[str, Side]:
     """The tensors that no match names."""
-    gone = {name for match in found for name in (*match.old, *match.new)}
+    gone = {name for match in pairs for name in (*match.old, *match.new)}
     return {name: side for name, side in sides.items() if name not in gone}
 
 
@@ -136,8 +136,8 @@ def _same(old: Sides, new: Sides) -> Iterator[Match]:
     def content(side: Side, dtype: str) -> object:
         return matrix(side.hashes[dtype].shape), digest(side.hashes[dtype].rows)
 
-    for side, other, _ in _found_by(old, new, content, content):
-        yield _alike(side, other)
+    for side, counterpart, _ in _counterparts(old, new, content, content):
+        yield _alike(side, counterpart)
 
 
 def _turned(old: Sides, new: Sides) -> Iterator[Match]:
@@ -147,31 +147,31 @@ def _turned(old: Sides, new: Sides) -> Iterator[Match]:
         return None if side.is_dull else digest(side.hashes[dtype].rows)
 
     def columns(side: Side, dtype: str) -> object:
-        found = side.hashes[dtype].columns
-        return None if side.is_dull or len(found) != 1 else digest(found[0])
+        hashes = side.hashes[dtype].columns
+        return None if side.is_dull or len(hashes) != 1 else digest(hashes[0])
 
-    for side, other, _ in _found_by(old, new, rows, columns):
-        yield Match("transposed", (side.fqn,), (other.fqn,), False, "the names do not suggest that")
+    for side, counterpart, _ in _counterparts(old, new, rows, columns):
+        yield Match("transposed", (side.fqn,), (counterpart.fqn,), False, "the names do not suggest that")
 
 
-def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tuple[Side, Side, str]]:
+def _counterparts(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tuple[Side, Side, str]]:
     """(tensor, counterpart, dtype) of tensors with equal keys; None is no key."""
     groups: dict[tuple[str, object], tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
     for number, sides, key_of in ((0, old, key), (1, new, other_key)):
         for side in sides.values():
             for dtype in side.hashes:
-                if (found := key_of(side, dtype)) is not None:
-                    groups[dtype, found][number].append(side)
+                if (group_key := key_of(side, dtype)) is not None:
+                    groups[dtype, group_key][number].append(side)
     taken: tuple[set[str], set[str]] = set(), set()
     for (dtype, _), (mine, others) in groups.items():
         others = [side for side in others if side.fqn not in taken[1]]
         mine = [side for side in mine if side.fqn not in taken[0] and any(common(side, o) == dtype for o in others)]
         if any(side.is_dull for side in mine) and len(mine) != len(others):
             continue  # constant and tiny tensors are equal by chance
-        for side, other in _paired(mine, others, dtype):
+        for side, counterpart in _paired(mine, others, dtype):
             taken[0].add(side.fqn)
-            taken[1].add(other.fqn)
-            yield side, other, dtype
+            taken[1].add(counterpart.fqn)
+            yield side, counterpart, dtype
 
 
 def _paired(old: list[Side], new: list[Side], dtype: str) -> Iterator[tuple[Side, Side]]:
@@ -180,13 +180,17 @@ def _paired(old: list[Side], new: list[Side], dtype: str) -> Iterator[tuple[Side
     for by_role in (True, False):
         for side in [*old]:
             roles = side.stored_as.roles if side.stored_as else None
-            fitting = (other for other in new if common(side, other) == dtype)
+            fitting = (counterpart for counterpart in new if common(side, counterpart) == dtype)
             if by_role:
-                fitting = (other for other in fitting if other.stored_as and other.stored_as.roles == roles)
-            if (other := next(fitting, None)) is not None:
+                fitting = (
+                    counterpart
+                    for counterpart in fitting
+                    if counterpart.stored_as and counterpart.stored_as.roles == roles
+                )
+            if (counterpart := next(fitting, None)) is not None:
                 old.remove(side)
-                new.remove(other)
-                yield side, other
+                new.remove(counterpart)
+                yield side, counterpart
 
 
 def _order(name: str) -> tuple[list[int], str]:
@@ -246,8 +250,10 @@ def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
         rows = side.hashes[dtype].rows
         return None if side.is_dull else (side.columns, len(rows), multiset(rows))
 
-    for side, other, dtype in _found_by(old, new, content, content):
-        yield Match("reordered", (side.fqn,), (other.fqn,), False, *_unknown(side.hashes[dtype].rows, other, dtype))
+    for side, counterpart, dtype in _counterparts(old, new, content, content):
+        yield Match(
+            "reordered", (side.fqn,), (counterpart.fqn,), False, *_unknown(side.hashes[dtype].rows, counterpart, dtype)
+        )
 
 
 def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
@@ -260,14 +266,14 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
             pieces[expert, part.stored_as.roles if part.stored_as else ()] = rows
     roles = [whole.stored_as.roles] if whole.stored_as else []
     if len(pieces) != len({expert for expert, _ in pieces}):
-        roles = [(one,) for one in roles[0]] if roles else []
+        roles = [(role,) for role in roles[0]] if roles else []
     experts = sorted({expert for expert, _ in pieces})
-    wanted = [(expert, one) for expert in experts for one in roles]
+    wanted = [(expert, piece_roles) for expert in experts for piece_roles in roles]
     if {*wanted} == pieces.keys():
-        rows = np.concatenate([pieces[one] for one in wanted])
+        rows = np.concatenate([pieces[piece] for piece in wanted])
         if np.array_equal(rows, whole.hashes[dtype].rows):
             is_in_turn = len(roles) > 1 and len(experts) > 1
-            how = f"{' and '.join(one for (one,) in roles)} of each expert in turn" if is_in_turn else ""
+            how = f"{' and '.join(role for (role,) in roles)} of each expert in turn" if is_in_turn else ""
             return True, whole.moved or how or "one after the other", ()
     text, notes = _unknown(np.concatenate([part.hashes[dtype].rows for part in parts]), whole, dtype)
     return False, text, notes
@@ -292,12 +298,12 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
     """Tensors with the rows of the other and more after them: a padded vocabulary."""
     taken: set[str] = set()
     for side in old.values():
-        for other in new.values():
-            if other.fqn in taken or side.is_dull or other.is_dull or side.columns != other.columns:
+        for counterpart in new.values():
+            if counterpart.fqn in taken or side.is_dull or counterpart.is_dull or side.columns != counterpart.columns:
                 continue
-            match = _pair(side, other, vocabulary)
+            match = _pair(side, counterpart, vocabulary)
             if match.relation == "padded":
-                taken.add(other.fqn)
+                taken.add(counterpart.fqn)
                 yield match
                 break
 

@@ -112,9 +112,11 @@ def compared_values(
     ]
     if not adapter and (same := _equal_bytes((old, new), sides, jobs)):
         return Values(same, same, [Match("equal", (name,), (name,), True) for name in same])
-    renamed = {name: other for name, other in _renamed(old, new).items() if name in sides[0] and other in sides[1]}
+    renamed = {
+        name: new_name for name, new_name in _renamed(old, new).items() if name in sides[0] and new_name in sides[1]
+    }
     forth = {name: name for name in sides[0] if name in sides[1]} | renamed
-    back = {other: name for name, other in forth.items()}
+    back = {new_name: name for name, new_name in forth.items()}
     salt = new_salt()
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
@@ -123,13 +125,13 @@ def compared_values(
         wanted = {}
         others = {there[name].dtype for name in there.keys() - {*names.values()}}
         for name, tensor in tensors.items():
-            other = there.get(names.get(name, ""))
-            dtypes = others if other is None else {other.dtype}
-            wanted[name] = _gatherers(tensor, other, dtypes, salt, name in block, names.get(name) != name)
+            counterpart = there.get(names.get(name, ""))
+            dtypes = others if counterpart is None else {counterpart.dtype}
+            wanted[name] = _gatherers(tensor, counterpart, dtypes, salt, name in block, names.get(name) != name)
         tensors_read, obstacles = _read(opened, tensors, wanted, jobs)
         read.append(layer_by_layer(tensors_read, block))
         sentences += obstacles
-    known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
+    known = {name: new_name for name, new_name in renamed.items() if name in read[0] and new_name in read[1]}
     pairs = matches(read[0], read[1], known, *_declared(old, new))
     pairs = locate_differences(pairs, (read[0], read[1]), jobs or default_reading(Depth.DATA).jobs)
     where = [{name: tensor.stored for name, tensor in side.items() if tensor.stored} for side in read]
@@ -232,27 +234,32 @@ def _renamed(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -
     """Old key -> new key of tensors that were renamed, by name alone."""
     named = [{str(number): item.ckpt for number, item in enumerate(side)} for side in (old, new)]
     several = len(old) > 1 or len(new) > 1  # keys have the number of their component then
-    found = (item for item in differences(named[0], named[1]).differences if item.kind == "renamed")
-    return {item.key.partition("/")[2] if several else item.key: item.other for item in found}
+    renames = (item for item in differences(named[0], named[1]).differences if item.kind == "renamed")
+    return {item.key.partition("/")[2] if several else item.key: item.other for item in renames}
 
 
 def _tensors(side: Sequence[OpenedCheckpoint]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for opened in side:
         for tensor in opened.ckpt.tensors.values():
-            found.setdefault(tensor.fqn, tensor)
-    return found
+            tensors.setdefault(tensor.fqn, tensor)
+    return tensors
 
 
 def _gatherers(
-    tensor: Tensor, other: Tensor | None, dtypes: set[str], salt: int, is_stacked: bool = False, by_columns: bool = True
+    tensor: Tensor,
+    counterpart: Tensor | None,
+    dtypes: set[str],
+    salt: int,
+    is_stacked: bool = False,
+    by_columns: bool = True,
 ) -> tuple[RowHashes, ...]:
     """Collectors of a tensor's row hashes: in its own dtype, and rounded to narrower dtypes of the other side."""
     if not tensor.is_tiled or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
         return ()
     shape: Shape = tensor.global_shape
-    if other is not None and prod(other.global_shape) == prod(shape) and len(shape) == 1:
-        shape = other.global_shape  # of a flat tensor
+    if counterpart is not None and prod(counterpart.global_shape) == prod(shape) and len(shape) == 1:
+        shape = counterpart.global_shape  # of a flat tensor
     elif is_stacked and len(shape) == 2:
         shape = (*shape, 1)  # vectors of all layers count one by one
     narrow = ("float32", "float16", "bfloat16")
@@ -288,8 +295,8 @@ def _read(
                 damaged.add(name)
         sentences += [problem.message for problem in ckpt.problems if problem not in opened.ckpt.problems]
         sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]
-    found = {}
+    tensors_read = {}
     for name, tensor in tensors.items():
         hashes = {} if name in damaged else {wanted_here.dtype: wanted_here for wanted_here in wanted[name]}
-        found[name] = Side(name, tensor.dtype, tensor.global_shape, hashes, stored=where.get(name))
-    return found, sentences
+        tensors_read[name] = Side(name, tensor.dtype, tensor.global_shape, hashes, stored=where.get(name))
+    return tensors_read, sentences

@@ -102,11 +102,11 @@ class _Adapter:
 
 
 def with_merges(
-    found: Sequence[Match], places: tuple[BytesByKey, BytesByKey], adapter: Sequence[OpenedCheckpoint]
+    pairs: Sequence[Match], places: tuple[BytesByKey, BytesByKey], adapter: Sequence[OpenedCheckpoint]
 ) -> list[Match]:
     """The matches, with targets of a LoRA adapter (else ConfigError) judged by expected values, and its unused keys."""
     opened = _opened(adapter)
-    by_key = {match.old[0]: match for match in found if len(match.old) == len(match.new) == 1}
+    by_key = {match.old[0]: match for match in pairs if len(match.old) == len(match.new) == 1}
     judged: dict[str, Match] = {}
     for options in _targets(opened, places[0]):
         judgements = []
@@ -124,7 +124,7 @@ def with_merges(
             opened.used.add(key)
             judged[fqn] = _replaced(by_key[fqn], expected, places[1][by_key[fqn].new[0]])
     matches = []
-    for match in found:
+    for match in pairs:
         if match.old and match.old[0] in judged:
             match = judged[match.old[0]]
         elif match.relation == "differ":
@@ -232,14 +232,14 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator
     stacked = [(key, base[key].shape) for key in _stacked(module, base)]
     options = []
     for key, shape in stacked:
-        count, one, two = shape
+        count, height, width = shape
         if len(a) % count or not count:
             continue
         pairs = _of_each(a, b, count)
-        if (one, two) == (len(b), a.shape[1]):
-            options.append(_Target(key, shape, tuple(_Block(e * one, *pair) for e, pair in enumerate(pairs))))
-        if (one, two) == (a.shape[1], len(b)):
-            blocks = tuple(_Block(e * one, right.T, left.T) for e, (left, right) in enumerate(pairs))
+        if (height, width) == (len(b), a.shape[1]):
+            options.append(_Target(key, shape, tuple(_Block(e * height, *pair) for e, pair in enumerate(pairs))))
+        if (height, width) == (a.shape[1], len(b)):
+            blocks = tuple(_Block(e * height, right.T, left.T) for e, (left, right) in enumerate(pairs))
             options.append(_Target(key, shape, blocks))
     if options:
         yield options

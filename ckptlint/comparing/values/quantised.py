@@ -90,16 +90,16 @@ class _Seen:
         self.sums += sums.sum(axis=(1, 2))
 
 
-def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
+def _judge(quantised: Quantised, original: TensorBytes, key: str) -> Match:
     """The match of a quantised weight, as if it were on the old side."""
     names = quantised.keys, (key,)
-    whole = other.shape
+    whole = original.shape
     shape = quantised.shape or whole
     is_transposed = shape != whole and shape[:-2] == whole[:-2] and shape[-2:] == whole[:-3:-1]
     if shape != whole and not is_transposed:
         return Match("differ", *names, False, f"shape {[*shape]} and {[*whole]}")
     seen = _Seen(quantised.group)
-    if not compare_rows(_samples(quantised), quantised.rows, partial(_wide, other, shape, is_transposed), seen.see):
+    if not compare_rows(_samples(quantised), quantised.rows, partial(_wide, original, shape, is_transposed), seen.see):
         return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
     return _verdict(seen, names, quantised, is_transposed)
 
@@ -121,8 +121,8 @@ def _wide(place: TensorBytes, shape: tuple[int, ...], is_transposed: bool, first
         return place.numbers(first, last, shape)
     per, width = shape[-2:]
     number = first // per
-    found = place.numbers(number * width, (number + 1) * width)
-    return None if found is None else np.ascontiguousarray(found[:, first - number * per : last - number * per].T)
+    numbers = place.numbers(number * width, (number + 1) * width)
+    return None if numbers is None else np.ascontiguousarray(numbers[:, first - number * per : last - number * per].T)
 
 
 def _has_wrong_scale(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]:
@@ -142,9 +142,9 @@ def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
     They are `o * d`, `d * d`, `o * o`, and the expected `e * e` and `(d * e) ** 2`. The last codes are excluded: larger
     weights are clipped to them by an unknown amount.
     """
-    values, other = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
+    values, originals = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
     error = np.where(rows.is_end, 0, np.square(rows.half) / 3)
-    parts = values * other, np.square(values), np.square(other), error, np.square(values) * error
+    parts = values * originals, np.square(values), np.square(originals), error, np.square(values) * error
     starts = np.arange(0, wanted.shape[1], group)
     return np.stack([np.add.reduceat(part, starts, axis=1, dtype=np.float64) for part in parts])
 
@@ -153,9 +153,9 @@ def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Whether the best factor between original and dequantised values differs from 1 by more than chance."""
     # Rounding lowers the factor by the share of its errors in the squares, and adds noise. Methods that weigh columns
     # make larger errors, so the tolerance grows with the measured error.
-    both, norm, other, error, product = sums
+    both, norm, original_norm, error, product = sums
     with np.errstate(all="ignore"):
-        more = np.maximum((norm - both * both / other) / error, 1)
+        more = np.maximum((norm - both * both / original_norm) / error, 1)
         explained = 2 * _ROUNDING + more * error / norm + _ERRORS * np.sqrt(more * product) / norm
         return np.asarray(np.abs(both / norm - 1) > explained)
 

@@ -89,8 +89,8 @@ def _words(place: TensorBytes | None) -> npt.NDArray[np.uint32] | None:
 
 def _option(place: TensorBytes, name: str) -> Any:
     values = place.ckpt.config.values if place.ckpt.config is not None else {}
-    found = values.get("quantization_config")
-    return found.get(name) if isinstance(found, dict) else None
+    config = values.get("quantization_config")
+    return config.get(name) if isinstance(config, dict) else None
 
 
 # ---------------------------------------------------------------- scales
@@ -188,7 +188,7 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         is_end = (np.abs(values) >= last_code) | (values == -128)
         return _shifted(values, half, is_end, scales(first, last), shift and shift(first, last))
 
-    keys = tuple(found for found in (key, name, zero_key) if found in places)
+    keys = tuple(tensor_key for tensor_key in (key, name, zero_key) if tensor_key in places)
     return Quantised(weight or key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", _group(scale, shape), rows)
 
 
@@ -225,9 +225,9 @@ def _shifted(codes: Matrix, half: Matrix, is_end: npt.NDArray[np.bool_], scale: 
 
 
 def _floats(dtype: str) -> Matrix:
-    found = decoded(np.arange(256, dtype=np.uint8), dtype)
-    assert found is not None
-    return np.asarray(found, np.float32)
+    values = decoded(np.arange(256, dtype=np.uint8), dtype)
+    assert values is not None
+    return np.asarray(values, np.float32)
 
 
 def _half_floats(dtype: str) -> Matrix:

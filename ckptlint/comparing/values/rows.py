@@ -8,7 +8,7 @@ from typing import TypeVar
 _TILE = 2**20  # elements of a side that are compared at once
 
 _Expected = TypeVar("_Expected")
-_Found = TypeVar("_Found")
+_Actual = TypeVar("_Actual")
 
 
 def tall(width: int) -> int:
@@ -25,17 +25,17 @@ def row_ranges(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
 def compare_rows(
     rows: Iterable[tuple[int, int]],
     expected: Callable[[int, int], _Expected | None],
-    found: Callable[[int, int], _Found | None],
-    see: Callable[[int, _Expected, _Found], None],
+    actual: Callable[[int, int], _Actual | None],
+    see: Callable[[int, _Expected, _Actual], None],
 ) -> bool:
     """Whether all rows could be read of both, or AccessError.
 
     Args:
-        expected, found: (first, last) -> what these rows should hold, and what they hold; None for unreadable ones.
+        expected, actual: (first, last) -> what these rows should hold, and what they hold; None for unreadable ones.
         see: is called with the first row of each run and both.
     """
     for first, last in rows:
-        wanted, stored = expected(first, last), found(first, last)
+        wanted, stored = expected(first, last), actual(first, last)
         if wanted is None or stored is None:
             return False
         see(first, wanted, stored)

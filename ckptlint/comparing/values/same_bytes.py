@@ -39,8 +39,8 @@ class Twin(RowHashes):
         """Compare a block of elements, given as `RowHashes.add` has it, or raise UnequalError or AccessError."""
         # of a part of several rows all of these would be read there
         count, width = bits.shape
-        found = self.other.rows(row, row + count) if count == 1 or width == matrix(self.shape)[2] else None
-        theirs = None if found is None else found[:, column : column + width]
+        twin_rows = self.other.rows(row, row + count) if count == 1 or width == matrix(self.shape)[2] else None
+        theirs = None if twin_rows is None else twin_rows[:, column : column + width]
         if theirs is None or not (np.array_equal(bits, theirs) or np.array_equal(bits, canonical(theirs, self.dtype))):
             raise UnequalError
         with self.lock:
@@ -52,7 +52,7 @@ class Twin(RowHashes):
 
 
 def twins_of(
-    tensors: Mapping[str, Tensor], other: Sequence[OpenedCheckpoint], there: Mapping[str, Tensor], jobs: int | None
+    tensors: Mapping[str, Tensor], side: Sequence[OpenedCheckpoint], there: Mapping[str, Tensor], jobs: int | None
 ) -> dict[str, tuple[RowHashes, ...]]:
     """Key -> comparison of a tensor with its twin in `there`; {} unless all are alike in name, shape, dtype."""
     for name, tensor in tensors.items():
@@ -66,7 +66,7 @@ def twins_of(
     twins: dict[str, tuple[RowHashes, ...]] = {}
     how = default_reading(Depth.HEADERS)
     how = replace(how, hashes_only=True, jobs=jobs or how.jobs)
-    for opened in other:
+    for opened in side:
         ckpt = read_payload(opened.folder, opened.ckpt, how)
         if ckpt.problems != opened.ckpt.problems or (ckpt.payload and ckpt.payload.damages):
             return {}
