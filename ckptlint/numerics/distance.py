@@ -23,12 +23,12 @@ class Line:
 
     fitting: list[tuple[str, float, Callable[[npt.NDArray[np.float64], float], npt.NDArray[np.float64]]]] | None = None
 
-    def see(self, one: Numbers, two: Numbers, dtype: str) -> None:
+    def see(self, first: Numbers, second: Numbers, dtype: str) -> None:
         """Test some elements of both."""
         if self.fitting == [] or dtype not in ROUNDING:
             return
         with np.errstate(invalid="ignore"):  # of a NaN
-            a, b = one.astype(np.float64), two.astype(np.float64)
+            a, b = first.astype(np.float64), second.astype(np.float64)
         if self.fitting is None:
             # the largest element gives the most exact factor; a few dozen, or a constant tensor, fit any
             at = int(np.argmax(np.abs(a)))
@@ -86,13 +86,13 @@ class Distance:
             self.largest = nan
             return
         with np.errstate(invalid="ignore", over="ignore"):
-            one, two = numbered[0].reshape(-1), numbered[1].reshape(-1)
-            distance = two - one
-            self.lost += int(np.count_nonzero(is_off.reshape(-1) & ~np.isfinite(two)))
+            first, second = numbered[0].reshape(-1), numbered[1].reshape(-1)
+            distance = second - first
+            self.lost += int(np.count_nonzero(is_off.reshape(-1) & ~np.isfinite(second)))
             self.largest = max(self.largest, float(np.abs(distance[np.isfinite(distance)]).max(initial=0.0)))
-            pairs = (distance, distance), (one, one), (two, two), (one, two)
+            pairs = (distance, distance), (first, first), (second, second), (first, second)
             self.squares += [float(np.dot(*pair)) for pair in pairs]
-        self.line.see(one, two, self.dtype)
+        self.line.see(first, second, self.dtype)
 
     @property
     def change(self) -> float:

@@ -224,8 +224,8 @@ def touching(tensor: Tensor, first: Tensor, chunk: int) -> IntArray:
 
 def _is_same(tensor: Tensor, row: int, first: Tensor, chunk: int) -> bool:
     """Whether a chunk of a tensor is the region of a chunk of another of its shape."""
-    one, other = tensor.tiling, first.tiling
-    return row == chunk if one is other else one.box(row) == other.box(chunk)
+    tiling, first_tiling = tensor.tiling, first.tiling
+    return row == chunk if tiling is first_tiling else tiling.box(row) == first_tiling.box(chunk)
 
 
 def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:

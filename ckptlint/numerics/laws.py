@@ -69,7 +69,9 @@ def changed(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tu
         elif follow.betas is not None and follow.updates:
             ratio = _moved(follow, now, was, beside, dtypes)
         is_odd = (ratio > 1) & np.isfinite(now) & np.isfinite(was)
-        squares = [np.float64(np.dot(one, two)) for one, two in ((now, now), (was, was), (now, was), (apart, apart))]
+        squares = [
+            np.float64(np.dot(left, right)) for left, right in ((now, now), (was, was), (now, was), (apart, apart))
+        ]
         count = max(len(now), 1)
         cosine = squares[2] / np.sqrt(squares[0] * squares[1])
         change = np.sqrt(squares[3] / squares[1])

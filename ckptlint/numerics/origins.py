@@ -88,17 +88,20 @@ def _transposed(was: Elements, older: Tensor, box: Box, at: IntArray) -> Floats 
     return there
 
 
-def _likeness(one: Floats, other: Floats) -> float:
+def _likeness(first: Floats, second: Floats) -> float:
     """The correlation of numbers; of their logarithms where none is negative, as second moments are of many sizes."""
-    used = np.isfinite(one) & np.isfinite(other)
-    if one.min() >= 0 and other.min() >= 0:
-        used &= (one > 0) & (other > 0)
-        one, other = np.log(one, where=used, out=np.zeros(len(one))), np.log(other, where=used, out=np.zeros(len(one)))
+    used = np.isfinite(first) & np.isfinite(second)
+    if first.min() >= 0 and second.min() >= 0:
+        used &= (first > 0) & (second > 0)
+        first, second = (
+            np.log(first, where=used, out=np.zeros(len(first))),
+            np.log(second, where=used, out=np.zeros(len(first))),
+        )
     if used.sum() < LEAST_ELEMENTS:
         return 0.0
-    one, other = (numbers[used] - numbers[used].mean() for numbers in (one, other))
-    size = float(np.sqrt(np.dot(one, one) * np.dot(other, other)))
-    return float(np.dot(one, other)) / size if size > 0 else 0.0
+    first, second = (numbers[used] - numbers[used].mean() for numbers in (first, second))
+    size = float(np.sqrt(np.dot(first, first) * np.dot(second, second)))
+    return float(np.dot(first, second)) / size if size > 0 else 0.0
 
 
 def _reordered(now: Elements, was: Elements, tensors: tuple[Tensor, Tensor], chunk: int) -> OriginKind:
@@ -122,8 +125,8 @@ def _is_shuffled(now: Floats, was: Floats) -> bool:
     if not 2 <= len(now) <= _LINES or now.shape[1] < _LINE or not (np.isfinite(now).all() and np.isfinite(was).all()):
         return False
     with np.errstate(invalid="ignore", divide="ignore"):
-        lines = [one - one.mean(axis=1, keepdims=True) for one in (now, was)]
-        now, was = (one / np.linalg.norm(one, axis=1, keepdims=True) for one in lines)
+        lines = [matrix - matrix.mean(axis=1, keepdims=True) for matrix in (now, was)]
+        now, was = (centred / np.linalg.norm(centred, axis=1, keepdims=True) for centred in lines)
     likeness = np.nan_to_num(now @ was.T)
     nearest = likeness.argmax(axis=1)
     is_like = likeness.max(axis=1) > _LIKE
