@@ -128,16 +128,16 @@ def constraints(
         *_vocabulary(change),
         *_not_judged(change),
     ]
-    if any(one.effect == "drops" for one in collected):
-        keys = tuple(key for one in collected if one.effect == "drops" for key in one.keys)
+    if any(constraint.effect == "drops" for constraint in collected):
+        keys = tuple(key for constraint in collected if constraint.effect == "drops" for key in constraint.keys)
         sentence = "a load with --dist-ckpt-strictness raise_all stops where keys are left out"
         collected.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
-    if all(one.effect == "note" for one in collected):
+    if all(constraint.effect == "note" for constraint in collected):
         shown = ", ".join(f"{axis} {change.new[axis]}" for axis in MEGATRON_AXES if axis in to or axis in ("tp", "pp"))
         besides = "besides that, " if collected else ""
         collected.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
     order: tuple[Effect, ...] = ("fails", "drops", "note")
-    return sorted(collected, key=lambda one: order.index(one.effect))
+    return sorted(collected, key=lambda constraint: order.index(constraint.effect))
 
 
 def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], reader: Version | None) -> _Change:
@@ -171,16 +171,16 @@ def _oldest_writer(ckpt: Checkpoint) -> Version:
     return max(since, default=KNOWN[0])
 
 
-def _by_version(change: _Change, first: Version, last: Version, one: Constraint) -> Iterator[Constraint]:
+def _by_version(change: _Change, first: Version, last: Version, constraint: Constraint) -> Iterator[Constraint]:
     """The constraint if all candidate versions lie in `first` to `last`; a note if only some do; else nothing."""
     affected = [version for version in change.readers if first <= version <= last]
     if len(affected) == len(change.readers) and affected:
-        yield one
+        yield constraint
     elif affected:
         low, high = (f"0.{version[1]}" for version in (affected[0], affected[-1]))
         which = f"{low} and later" if affected[-1] == KNOWN[-1] else low if low == high else f"{low} to {high}"
-        sentence = f"with megatron-core {which}: {one.sentence}"
-        yield Constraint("note", sentence, one.keys, one.source, one.guessed)
+        sentence = f"with megatron-core {which}: {constraint.sentence}"
+        yield Constraint("note", sentence, constraint.keys, constraint.source, constraint.guessed)
 
 
 def _common_state(change: _Change) -> Iterator[Constraint]:
@@ -285,7 +285,7 @@ def form_of(ckpt: Checkpoint) -> Form | None:
     if not keys:
         return None
     named_forms = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
-    named_forms += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
+    named_forms += [record.value for record in optimizer_records(ckpt) if record.kind == "param_state_sharding_type"]
     names: tuple[Form, ...] = get_args(Form)
     for name in names:
         if name in named_forms and name != "plain":

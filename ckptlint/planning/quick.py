@@ -262,11 +262,15 @@ class _Cutter:
         if len(axes) != 2 or key.function not in _COLUMN | _ROW:
             return None
         inner = axes[0] if key.function in _COLUMN else axes[1]
-        found = self.hidden.get(block_of(key))
-        if found is not None and param.own_shape.count(found.size) == 1 and key.function not in ("embedding", "output"):
+        hidden = self.hidden.get(block_of(key))
+        if (
+            hidden is not None
+            and param.own_shape.count(hidden.size) == 1
+            and key.function not in ("embedding", "output")
+        ):
             # Column and row order assume [out, in], but experts may be stored [in, out]. tp does not cut the
             # hidden size, so the other axis is the cut one.
-            inner = axes[1 - param.own_shape.index(found.size)]
+            inner = axes[1 - param.own_shape.index(hidden.size)]
         return inner
 
     def _runs(self, key: Key, tensor: Tensor, axis: int) -> int:
