@@ -168,7 +168,7 @@ def _equal(left: _Node, right: _Node, wanted: bool) -> _Node:
 
 
 def _member(left: _Node, right: _Node, wanted: bool) -> _Node:
-    def found(fields: Mapping[str, Value]) -> bool:
+    def member(fields: Mapping[str, Value]) -> bool:
         item, values = left(fields), right(fields)
         if isinstance(values, str) and isinstance(item, str):
             return (item in values) is wanted
@@ -178,7 +178,7 @@ def _member(left: _Node, right: _Node, wanted: bool) -> _Node:
             raise ExpressionError(f"{_shown(values)} is no list to look in")
         return (_plain(item) in values) is wanted
 
-    return found
+    return member
 
 
 def _power(a: float, b: float) -> float:
@@ -210,12 +210,12 @@ def _arithmetic(sign: str, function: Callable[[float, float], float], left: _Nod
 
 def _item(values: _Node, at: _Node) -> _Node:
     def item(fields: Mapping[str, Value]) -> Value:
-        found, index = values(fields), at(fields)
-        if not isinstance(found, (list, tuple, str)) or not isinstance(index, int):
-            raise ExpressionError(f"{_shown(found)} has no item {_shown(index)}")
-        if not -len(found) <= index < len(found):
-            raise ExpressionError(f"a list of {len(found):,} has no item {index}")
-        return found[index]
+        container, index = values(fields), at(fields)
+        if not isinstance(container, (list, tuple, str)) or not isinstance(index, int):
+            raise ExpressionError(f"{_shown(container)} has no item {_shown(index)}")
+        if not -len(container) <= index < len(container):
+            raise ExpressionError(f"a list of {len(container):,} has no item {index}")
+        return container[index]
 
     return item
 

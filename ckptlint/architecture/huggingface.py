@@ -265,12 +265,12 @@ def _stops_the_library(name: str, value: object, defaults: Sequence[object]) -> 
 
 def _at(config: Mapping[str, object], path: str) -> Iterator[object]:
     """What a configuration holds under a path of sections, if anything."""
-    found: object = config
+    value: object = config
     for part in path.split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(value, dict) or part not in value:
             return
-        found = found[part]
-    yield found
+        value = value[part]
+    yield value
 
 
 def _is_kind(value: object, kind: str) -> bool:

@@ -214,8 +214,8 @@ def _of_experts(key: str, tensor: ExpectedTensor, form: str) -> dict[str, Expect
     match = _STACKED_EXPERTS.fullmatch(key)
     if match is None or not tensor.shape:
         return {key: tensor}
-    one = replace(tensor, shape=tensor.shape[1:], dims=tensor.dims[1:])
-    return {match["home"] + form.format(expert=i, **match.groupdict()): one for i in range(tensor.shape[0])}
+    expert_tensor = replace(tensor, shape=tensor.shape[1:], dims=tensor.dims[1:])
+    return {match["home"] + form.format(expert=i, **match.groupdict()): expert_tensor for i in range(tensor.shape[0])}
 
 
 def _are_alike(some: Mapping[str, ExpectedTensor], others: Mapping[str, ExpectedTensor]) -> bool:
@@ -367,8 +367,8 @@ def _moe_layers(freq: object, layers: int) -> list[int]:
     """
     if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
         return [int(layer % freq == 0) for layer in range(layers)]
-    if isinstance(freq, list) and len(freq) == layers and all(one in (0, 1) for one in freq):
-        return [int(one) for one in freq]
+    if isinstance(freq, list) and len(freq) == layers and all(is_moe in (0, 1) for is_moe in freq):
+        return [int(is_moe) for is_moe in freq]
     raise NoTable(f"moe_layer_freq is {_shown(freq)} for {layers:,} layers")
 
 
