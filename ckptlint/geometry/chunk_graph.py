@@ -94,20 +94,20 @@ def axis_slots(tiling: Tiling, axis: int) -> AxisSlots | None:
 
 def coordinates(tiling: Tiling, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
     """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none is known."""
-    found = {}
+    places = {}
     for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
         if len(distinct(tiling.offsets[tiling.live, axis])) < 2 and (start, stop) == (0, tiling.shape[axis]):
             continue
         slots = axis_slots(tiling, axis)
         if slots is not None and (inside := slots.inside(start, stop)):
-            found[axis] = slots, inside
-    return found
+            places[axis] = slots, inside
+    return places
 
 
 def place_on_mesh(tiling: Tiling, region: Box) -> str:
     """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
-    found = coordinates(tiling, region)
-    return ", ".join(f"dim {axis}: {ranges(inside)} of {len(slots)}" for axis, (slots, inside) in found.items())
+    places = coordinates(tiling, region)
+    return ", ".join(f"dim {axis}: {ranges(inside)} of {len(slots)}" for axis, (slots, inside) in places.items())
 
 
 def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
