@@ -103,17 +103,17 @@ def cover(starts: IntArray, ends: IntArray, shape: tuple[int, ...], budget: Budg
     """
     low, high = np.zeros(len(shape), np.int64), np.array(shape, np.int64)
     whole = _Cell(np.ascontiguousarray(starts.T), np.ascontiguousarray(ends.T), low, high)
-    found = Cover()
+    covering = Cover()
     cuts = _cuts(whole)
     work = _paint_work(whole, cuts)
     is_small = prod(len(cut) - 1 for cut in cuts) <= _CELL_LIMIT and work <= _PAINT_LIMIT
     if is_small and work // 4 <= budget.left + _WORK_PER_DAMAGED_BOX * starts.size:
         budget.left -= min(budget.left, work // 4)
-        _paint(whole, cuts, found)
+        _paint(whole, cuts, covering)
     else:
-        budget.left -= min(budget.left, _search(whole, found, min(_WORK, budget.left)))
-    found.missing, found.doubled = _merged(found.missing), _merged(found.doubled)
-    return found
+        budget.left -= min(budget.left, _search(whole, covering, min(_WORK, budget.left)))
+    covering.missing, covering.doubled = _merged(covering.missing), _merged(covering.doubled)
+    return covering
 
 
 def _paint_work(cell: _Cell, cuts: list[IntArray]) -> int:

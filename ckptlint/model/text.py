@@ -116,9 +116,9 @@ def fold_names(fqns: Iterable[str]) -> list[str]:
     by_words: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     folded: list[str] = []
     for fqn in dict.fromkeys(fqns):
-        words, found = _taken_apart(fqn)
-        if found:
-            by_words.setdefault(words, {})[found] = fqn
+        words, numbers = _taken_apart(fqn)
+        if numbers:
+            by_words.setdefault(words, {})[numbers] = fqn
         else:
             folded.append(fqn)
     for words, rows in by_words.items():
@@ -131,10 +131,10 @@ def fold_names(fqns: Iterable[str]) -> list[str]:
 @lru_cache(maxsize=1 << 15)
 def _taken_apart(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The words between the numbers of a name, and the numbers; none where one is not written plainly, or of many."""
-    found = NUMBER.findall(fqn)
-    if len(found) > _MOST_NUMBERS or not all(_PLAIN_NUMBER.fullmatch(number) for number in found):
+    numbers = NUMBER.findall(fqn)
+    if len(numbers) > _MOST_NUMBERS or not all(_PLAIN_NUMBER.fullmatch(number) for number in numbers):
         return (fqn,), ()
-    return tuple(NUMBER.split(fqn)), tuple(map(int, found))
+    return tuple(NUMBER.split(fqn)), tuple(map(int, numbers))
 
 
 def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:
@@ -253,13 +253,13 @@ def plural(count: int, noun: str, does: str = "") -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s") + (f" {verb(count, does)}" if does else "")
 
 
-def verb(count: int, one: str) -> str:
+def verb(count: int, singular: str) -> str:
     """A verb, given as it follows one thing, as it follows so many.
 
     >>> verb(1, "is"), verb(2, "is"), verb(2, "holds")
     ('is', 'are', 'hold')
     """
-    return one if count == 1 else _OF_SEVERAL.get(one, one.removesuffix("s"))
+    return singular if count == 1 else _OF_SEVERAL.get(singular, singular.removesuffix("s"))
 
 
 def table(rows: Iterable[Iterable[object]], heads: Sequence[str], **form: Any) -> str:

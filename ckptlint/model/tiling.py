@@ -150,12 +150,12 @@ class Tiling:
             count = int(self.live.sum())
             whole = Box((), ())
             return Coverage((whole,) * (count == 0), int(count == 0), (whole,) * (count > 1), int(count > 1))
-        found = cover(*self._clipped(), self.shape, self.budget)
+        covering = cover(*self._clipped(), self.shape, self.budget)
         missing, doubled = (
             tuple(Box(low, tuple(b - a for a, b in zip(low, high, strict=True))) for low, high in spans)
-            for spans in (found.missing, found.doubled)
+            for spans in (covering.missing, covering.doubled)
         )
-        return Coverage(missing, found.missing_volume, doubled, found.doubled_volume, found.exact)
+        return Coverage(missing, covering.missing_volume, doubled, covering.doubled_volume, covering.exact)
 
     def touching(self, region: Box) -> list[int]:
         """Rows of the live chunks that share an element with `region`."""

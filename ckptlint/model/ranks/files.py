@@ -86,8 +86,8 @@ class RankFileSet:
     def missing(self) -> dict[str, list[RankFile]]:
         """From where the grid is -> the files of it that are not there."""
         there = {file.identity for file in self.files}
-        found = {grid: [file for file in files if file.identity not in there] for grid, files in self.expected.items()}
-        return {grid: files for grid, files in found.items() if files}
+        absent = {grid: [file for file in files if file.identity not in there] for grid, files in self.expected.items()}
+        return {grid: files for grid, files in absent.items() if files}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
