@@ -410,10 +410,10 @@ def plan(
     from ckptlint.model.text import texts
     from ckptlint.planning.ask import PlanRequest, make_plan
 
-    found = find(str(path))
-    if len(found) > 1:
-        raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them")
-    ckpt = open_checkpoint(found[0])
+    places = find(str(path))
+    if len(places) > 1:
+        raise ConfigError(f"{path} holds {len(places)} checkpoints: name one of them")
+    ckpt = open_checkpoint(places[0])
     if why := obstacle(ckpt):
         raise CheckpointError(why)
     asked = PlanRequest(to, world, mesh, nodes, ranks_per_node, from_nodes, texts(give_up), megatron, timeout, memory)

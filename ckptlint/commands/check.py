@@ -155,10 +155,10 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
     from ckptlint.payload.reading import default_reading
 
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
-    found, checked = context.obj
-    say(*found.unread)
-    known = every_rule(found, checked)
-    key_ignores(found, known)
+    settings, checked = context.obj
+    say(*settings.unread)
+    known = every_rule(settings, checked)
+    key_ignores(settings, known)
     sources: dict[ParameterSource | None, str] = {
         ParameterSource.DEFAULT: "default",
         ParameterSource.DEFAULT_MAP: "file",
@@ -170,7 +170,7 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
         source = sources.get(context.get_parameter_source(option.variable), "option")
         value = context.params[option.variable]
         rows[option.name] = (by_default.get(option.name) if value is None else value, source)
-    click.echo(_in_force(found, rows, known, format_))
+    click.echo(_in_force(settings, rows, known, format_))
 
 
 def _in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Sequence[Rule], format_: str) -> str:

@@ -68,7 +68,7 @@ def one_rule(context: click.Context, parameter: click.Parameter, incomplete: str
     from click.shell_completion import CompletionItem
 
     names = ((code, name) if code.startswith(incomplete.upper()) else (name, code) for code, name in rule_names())
-    return [CompletionItem(word, help=told) for word, told in names if word.lower().startswith(incomplete.lower())]
+    return [CompletionItem(word, help=alias) for word, alias in names if word.lower().startswith(incomplete.lower())]
 
 
 def one_page(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

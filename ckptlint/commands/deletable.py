@@ -44,16 +44,16 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
 
     judged, compare = looks_at(request, judge)
     with progress(options["no_progress"]):
-        found = judged_run(run_dir, keep, judged, compare)
+        retention = judged_run(run_dir, keep, judged, compare)
     if answer == "json":
-        show_text(inert(_as_json(found), JSON_ESCAPE))
+        show_text(inert(_as_json(retention), JSON_ESCAPE))
     else:
-        is_told = options["quiet"] < (2 if found.exit_code else 1)
-        if found.decisions and is_told:
-            click.echo(inert(decision_table(found)) + "\n", err=True)
-        say(*(*retention_lines(found), *(not_judged_by(request) if found.paths else [])) if is_told else ())
-        show_text("".join(f"{path}\n" for path in found.paths))
-    sys.exit(found.exit_code)
+        is_told = options["quiet"] < (2 if retention.exit_code else 1)
+        if retention.decisions and is_told:
+            click.echo(inert(decision_table(retention)) + "\n", err=True)
+        say(*(*retention_lines(retention), *(not_judged_by(request) if retention.paths else [])) if is_told else ())
+        show_text("".join(f"{path}\n" for path in retention.paths))
+    sys.exit(retention.exit_code)
 
 
 def _as_json(retention: Retention) -> str:

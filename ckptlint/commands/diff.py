@@ -76,7 +76,7 @@ def diff(
 
             write_file(html, inert(render(compared, (old, new)), MARKUP_ESCAPE))
     else:
-        found = differences(described_or_exit(old), described_or_exit(new), layout)
-        text, exit_code = as_json(found) if format_ == "json" else as_text(found, style), found.exit_code
+        difference = differences(described_or_exit(old), described_or_exit(new), layout)
+        text, exit_code = as_json(difference) if format_ == "json" else as_text(difference, style), difference.exit_code
     show_text(inert(text, JSON_ESCAPE) if format_ == "json" else inert(text))
     sys.exit(exit_code)

@@ -40,10 +40,10 @@ def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
     Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or dim, 3 no checkpoint there, 4 not read.
     """
     checkpoints = list(described_or_exit(path, files=True, partial=True).values())
-    found = [(ckpt, ckpt.tensors[key]) for ckpt in checkpoints for key in (fqn, printable(fqn)) if key in ckpt.tensors]
-    if not found:
+    pairs = [(ckpt, ckpt.tensors[key]) for ckpt in checkpoints for key in (fqn, printable(fqn)) if key in ckpt.tensors]
+    if not pairs:
         raise ConfigError(no_tensor(checkpoints, fqn))
-    drawn = drawing(*found[0], axis)
+    drawn = drawing(*pairs[0], axis)
     show_text(inert(GRAPH_FORMATS[format_](drawn), JSON_ESCAPE if format_ == "json" else MARKUP_ESCAPE))
     if axis is None and (chain := _chain(drawn)):
         say(chain)
@@ -87,12 +87,12 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
 
 def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
     """The parts [start, stop) of an axis that no interval occupies; intervals come by start."""
-    found, reached = [], 0
+    gaps, reached = [], 0
     for start, stop in [*intervals, [size, size]]:
         if start > reached:
-            found.append((reached, start))
+            gaps.append((reached, start))
         reached = max(reached, stop)
-    return found
+    return gaps
 
 
 def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: int) -> None:

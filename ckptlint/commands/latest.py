@@ -62,8 +62,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     elif len(searches) > 1:
         click.echo(inert(_table(searches, run_dir)) + "\n", err=True)
         say(f"{shown(run_dir)} holds {len(searches)} runs: name one of them")
-    elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
-        raise AccessError(f"{printable(found)} passes, but its path is not plain text: use --format json")
+    elif (newest := searches[0].path) and not (newest.isprintable() and inert(newest) == newest):
+        raise AccessError(f"{printable(newest)} passes, but its path is not plain text: use --format json")
     else:
         about = [] if options["quiet"] or not searches[0].path else not_judged_by(request)
         say(*(*search_lines(searches[0], options["quiet"]), *about))

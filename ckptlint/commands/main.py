@@ -43,9 +43,9 @@ _NEAR = 0.75  # how alike a word is to the command that was probably meant
 
 def command(name: str) -> click.Command:
     """The command of this name, imported now."""
-    found = getattr(import_module(f"ckptlint.commands.{_MODULES.get(name, name)}"), name)
-    assert isinstance(found, click.Command)
-    return found
+    subcommand = getattr(import_module(f"ckptlint.commands.{_MODULES.get(name, name)}"), name)
+    assert isinstance(subcommand, click.Command)
+    return subcommand
 
 
 class _LazyGroup(click.Group):

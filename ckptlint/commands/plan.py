@@ -71,10 +71,10 @@ def plan(
     """
     if html is not None:
         checked_target(html, (path,))
-    found = described_or_exit(path, files=True)
-    if len(found) > 1:
-        raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them ({', '.join(found)})")
-    (ckpt,) = found.values()
+    checkpoints = described_or_exit(path, files=True)
+    if len(checkpoints) > 1:
+        raise ConfigError(f"{path} holds {len(checkpoints)} checkpoints: name one of them ({', '.join(checkpoints)})")
+    (ckpt,) = checkpoints.values()
     from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
     from ckptlint.planning.ask import PlanRequest, make_plan
     from ckptlint.reporters.html import plan_page

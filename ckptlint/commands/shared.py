@@ -105,13 +105,15 @@ class WithSettings(click.Command):
         if values["config"] and values["isolated"]:
             raise click.UsageError("--config and --isolated contradict each other")
         if values["config"]:
-            found = read_settings(values["config"], paths)
+            settings = read_settings(values["config"], paths)
         else:
-            found = Settings() if values["isolated"] else find_settings(paths)
-        ctx.obj = found, paths
+            settings = Settings() if values["isolated"] else find_settings(paths)
+        ctx.obj = settings, paths
         # an option beats the environment, which beats these
         ctx.default_map = {
-            option.variable: found.options[option.name] for option in CHECK_OPTIONS if option.name in found.options
+            option.variable: settings.options[option.name]
+            for option in CHECK_OPTIONS
+            if option.name in settings.options
         }
 
 

@@ -156,7 +156,7 @@ def _judged(
     try:
         run = open_run()
         step = Step(event.number or 0, run, event.step)
-        older = [*dropwhile(lambda other: other.name != step.name, steps_of(run))][1:]
+        older = [*dropwhile(lambda candidate: candidate.name != step.name, steps_of(run))][1:]
         judged = with_parts(judge_step(step, path, made), step, (), older, depth)
     except CkptlintError as error:
         return JudgedStep(0, "", "", "not judged", why=str(error))

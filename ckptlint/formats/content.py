@@ -144,8 +144,8 @@ def _in_member(file: BinaryIO, size: int, limit: int, depth: int) -> Iterator[Bi
         yield from _in_arrays(file, size, limit)
         return
     if content == "perhaps pickle":
-        other: FileContent = "tar" if is_tar(head) else "packed"  # which may start with the same bytes
-        content = "pickle" if is_pickled(file.read(limit), size) else other
+        container: FileContent = "tar" if is_tar(head) else "packed"  # which may start with the same bytes
+        content = "pickle" if is_pickled(file.read(limit), size) else container
         file.seek(0)
     from zipfile import ZipExtFile
 
@@ -196,7 +196,7 @@ def _unpacked(data: bytes, limit: int) -> bytes:
     """What packed bytes hold, up to `limit` bytes of it, and up to where they are cut or damaged."""
     import lzma
 
-    found, header = bytearray(), _Z_FILE.match(data)
+    unpacked, header = bytearray(), _Z_FILE.match(data)
     start = header.end() if header is not None else 0
     while (unpacker := _unpacker(data[start : start + HEAD])) is not None:
         length = HEAD  # of the next piece; there may be a million members of a few bytes, each with an end to look for
@@ -204,16 +204,16 @@ def _unpacked(data: bytes, limit: int) -> bytes:
             piece = data[start : start + length]
             start, length = start + len(piece), min(2 * length, _PIECE)
             try:
-                found += unpacker.decompress(piece, limit - len(found))
+                unpacked += unpacker.decompress(piece, limit - len(unpacked))
             except (zlib.error, lzma.LZMAError, OSError) as error:
                 if "emory" in str(error):
                     raise LimitError(f"takes more than {_PACK_MEMORY:,} bytes of memory to unpack") from None
-                return bytes(found)
-            if len(found) >= limit:
-                return bytes(found)
+                return bytes(unpacked)
+            if len(unpacked) >= limit:
+                return bytes(unpacked)
         zeros = _ZEROS.match(data, start - len(unpacker.unused_data))  # Python's gzip goes on behind them
         start = zeros.end() if zeros is not None else len(data)
-    return bytes(found)
+    return bytes(unpacked)
 
 
 def _unpacker(data: bytes) -> Any:

@@ -159,10 +159,10 @@ def storage_bytes(read: Read, place: Storage) -> bytes:
         return read([(place.start, place.size)])[0]
     [data] = read([(place.header, LOCAL_SIZE + len(place.name) + 4 * _ALIGNMENT + place.size)])
     begin = data_start(data, Member(place.name, place.crc, place.size, 0))
-    found = data[begin : begin + place.size]
-    if place.crc and crc32(found) != place.crc:
+    content = data[begin : begin + place.size]
+    if place.crc and crc32(content) != place.crc:
         raise UnreadableError("has a storage whose bytes do not match their checksum", place.start)
-    return found
+    return content
 
 
 def number_in(read: Read, file: TorchFile, value: Any) -> int | None:
@@ -217,19 +217,19 @@ def _old_file(read: Read, size: int) -> TorchFile:
 
     Source: torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
     """
-    found, at, error = read_row(read([(0, min(size, PICKLES_LIMIT))])[0])
-    refused = tuple(name for pickled in found for name in pickled.refused)
-    unknown = tuple(dict.fromkeys(name for pickled in found for name in pickled.unknown))
-    if refused and (error is not None or len(found) < PICKLES or found[3].root is None):
+    pickles, at, error = read_row(read([(0, min(size, PICKLES_LIMIT))])[0])
+    refused = tuple(name for pickled in pickles for name in pickled.refused)
+    unknown = tuple(dict.fromkeys(name for pickled in pickles for name in pickled.unknown))
+    if refused and (error is not None or len(pickles) < PICKLES or pickles[3].root is None):
         return _file(Unpickled(None, refused, unknown), "", {}, size, read)
     if error is not None:
         raise error
-    if len(found) < PICKLES:
-        raise UnreadableError(f"ends at byte {at:,} after {len(found)} of the {PICKLES} pickles of its format", at)
-    keys = found[4].root
+    if len(pickles) < PICKLES:
+        raise UnreadableError(f"ends at byte {at:,} after {len(pickles)} of the {PICKLES} pickles of its format", at)
+    keys = pickles[4].root
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise UnreadableError("has no list of its storages after its value")
-    nodes = (node for node in _nodes(found[3].root) if (node.module, node.name) == ("torch", "storage"))
+    nodes = (node for node in _nodes(pickles[3].root) if (node.module, node.name) == ("torch", "storage"))
     lengths = {pid[2]: pid for pid in map(_pid, nodes) if pid is not None}
     storages = {}
     for key in keys:
@@ -240,7 +240,7 @@ def _old_file(read: Read, size: int) -> TorchFile:
         length = lengths[key][4] * item
         storages[key] = Storage(b"", -1, at + 8, length, 0)
         at += 8 + length
-    made = _file(Unpickled(found[3].root, refused, unknown), "", storages, size, read)
+    made = _file(Unpickled(pickles[3].root, refused, unknown), "", storages, size, read)
     faults = () if at == size else ((f"has {size:,} bytes, its storages end at {at:,}", min(at, size)),)
     return made._replace(faults=made.faults + faults)
 
@@ -518,8 +518,8 @@ def subclass_form(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _is_plain(node: Any) -> bool:
     """Whether a class is torch's own: such a tensor has attributes of Python beside its elements, no other meaning."""
-    own = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
-    return isinstance(node, type) and issubclass(node, Opaque) and (node.module, node.name) in own
+    plain = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
+    return isinstance(node, type) and issubclass(node, Opaque) and (node.module, node.name) in plain
 
 
 def record_content(tensor: StoredTensor) -> RecordContent:
@@ -547,11 +547,11 @@ def _counts(values: Any) -> bool:
 
 def _tuple(values: Any) -> tuple[int, ...] | None:
     """A list or tuple of counts as a tuple."""
-    found = tuple(values) if isinstance(values, list) and len(values) < 2**20 else values
-    is_long = isinstance(found, tuple) and len(found) > RANK_LIMIT
-    if is_long and all(type(value) is int and 0 <= value < 2**31 for value in found):
-        return found  # the ranks of a world
-    return found if _counts(found) else None
+    counts = tuple(values) if isinstance(values, list) and len(values) < 2**20 else values
+    is_long = isinstance(counts, tuple) and len(counts) > RANK_LIMIT
+    if is_long and all(type(value) is int and 0 <= value < 2**31 for value in counts):
+        return counts  # the ranks of a world
+    return counts if _counts(counts) else None
 
 
 def _state(node: Any) -> dict[str, Any]:

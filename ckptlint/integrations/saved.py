@@ -157,7 +157,7 @@ def _lacks(step: str, end: float) -> str:
     if number is None or is_url(step):
         return ""
     answer = _ask(["latest", "--before", str(number + 1), "--format", "json", "--", str(place.parent)], end)
-    skipped = (row for found in answer["runs"] for row in found["skipped"] if row["name"] == printable(place.name))
+    skipped = (row for run in answer["runs"] for row in run["skipped"] if row["name"] == printable(place.name))
     return next((row["why"] for row in skipped if row["verdict"] in ("unfinished", "lacks parts")), "")
 
 

@@ -594,10 +594,10 @@ def _tensor_digests(data: Sequence[Any]) -> tuple[Words, BoolArray]:
 
     if any(tensor.is_cuda for tensor in data):
         torch.cuda.synchronize()  # other streams may still write what is about to be read
-    found, known = np.zeros(len(data), np.int64), readable(data)
+    digests, known = np.zeros(len(data), np.int64), readable(data)
     at = np.flatnonzero(known)
-    found[at], known[at] = word_digests([data[i] for i in at.tolist()])
-    return np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0)), known
+    digests[at], known[at] = word_digests([data[i] for i in at.tolist()])
+    return np.where(known, np.maximum(digests.view(np.uint64), np.uint64(1)), np.uint64(0)), known
 
 
 def _unequal(patterns: Sequence[str]) -> Callable[[str, Any], bool]:

@@ -116,15 +116,15 @@ class SharedCheck:
             if self.rank == 0:
                 if not view.found:
                     raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {view.reason}")
-                for found in view.found:
-                    ckpt = open_checkpoint(found, depth.looks_at_files)
-                    yield found, replace(ckpt, problems=[*ckpt.problems, *view.problems])
+                for place in view.found:
+                    ckpt = open_checkpoint(place, depth.looks_at_files)
+                    yield place, replace(ckpt, problems=[*ckpt.problems, *view.problems])
             return
         if view.reason:
             raise NothingToCheckError(view.reason)
         shared, hosts = 0, {*self._texts(socket.gethostname().encode())}
-        for found in view.found:
-            reader, part, reason = self._read(found, depth, reading)
+        for place in view.found:
+            reader, part, reason = self._read(place, depth, reading)
             self._agree(reason, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
             assert reader is not None
             if part is None:
@@ -133,11 +133,11 @@ class SharedCheck:
                 parts = self._gathered(part)
                 if self.rank:
                     continue
-                ckpt = join(found.folder, reader.ckpt, reader.how, parts)
+                ckpt = join(place.folder, reader.ckpt, reader.how, parts)
                 ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, parts)])
                 shared += ckpt.total_bytes if reader.how.depth.reads_all and reader.how.percent is None else 0
             if self.rank == 0:
-                yield found, ckpt
+                yield place, ckpt
         if self.group.world > 1:
             ranks = f"{self.group.world:,} ranks on {plural(len(hosts), 'node')}"
             each = f"; each read {human_bytes(shared // (self.nodes if self.every_node else self.group.world))}"
@@ -326,8 +326,8 @@ def look(path: str, all_steps: bool) -> View:
     hashes = dict.fromkeys(("path", *_HASHED, "the listing"), -1)
     sizes: dict[str, int] = {}
     try:
-        found = find(path, all_steps)
-        folders = [unit.folder for unit in found]
+        places = find(path, all_steps)
+        folders = [unit.folder for unit in places]
         for folder in folders:
             above = f"{folder.name}/" if len(folders) > 1 else ""
             sizes |= {above + name: folder.size(name) for name in folder.files()}
@@ -338,7 +338,7 @@ def look(path: str, all_steps: bool) -> View:
         return View([], str(error), hashes, {})
     hashes["path"] = _short("\n".join(folder.display for folder in folders).encode())
     hashes["the listing"] = _short(json.dumps(sorted(sizes.items())).encode("utf-8", "backslashreplace"))
-    return View(found, "", hashes, sizes)
+    return View(places, "", hashes, sizes)
 
 
 def _digest(folder: Folder, name: str) -> str:

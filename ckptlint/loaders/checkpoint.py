@@ -31,41 +31,41 @@ _OF_SAFETY = ("unsafe", "unread", "limit")  # kinds of problems that count at ev
 
 
 @one_budget()
-def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judged: bool = True) -> Checkpoint:
+def open_checkpoint(place: CheckpointPlace, look_at_files: bool = True, is_judged: bool = True) -> Checkpoint:
     """Read one checkpoint that `find` returned, in a child process under limits; damage and malice become problems.
 
     Files are looked at for depth `files`. One that is judged is to be safe, also where its other files are not judged;
     one to compare with need not be. Raises AccessError where a read is refused or the place is not to be read, and
     ReaderError for a mistake of ckptlint's.
     """
-    if found.refused:
-        raise AccessError(found.refused)
-    folder, looks_beside = found.folder, look_at_files or is_judged
-    if looks_beside and found.reports_for:  # before a child reads the run around the step: it is listed once
-        found = replace(found, reports_for=(*found.reports_for, *folders_beside(folder)))
-    ckpt = _open(found, look_at_files)
-    recognised = found.recognised
+    if place.refused:
+        raise AccessError(place.refused)
+    folder, looks_beside = place.folder, look_at_files or is_judged
+    if looks_beside and place.reports_for:  # before a child reads the run around the step: it is listed once
+        place = replace(place, reports_for=(*place.reports_for, *folders_beside(folder)))
+    ckpt = _open(place, look_at_files)
+    recognised = place.recognised
     title = recognised.layout.formats.get(ckpt.format, ckpt.format) if recognised else ckpt.format
     ckpt = replace(ckpt, title=title, times=_times(folder, ckpt))
     if ckpt.run is not None:
-        ckpt = replace(ckpt, run=replace(ckpt.run, is_asked=found.of_run))
-    if found.linked_to:
-        sentence = f"{printable(folder.name)} is a link to {found.linked_to}, outside the run"
+        ckpt = replace(ckpt, run=replace(ckpt.run, is_asked=place.of_run))
+    if place.linked_to:
+        sentence = f"{printable(folder.name)} is a link to {place.linked_to}, outside the run"
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     redirected = (folder.redirected,) if folder.redirected else ()
-    ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, *found.not_followed, *redirected), step=found.step)
+    ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, *place.not_followed, *redirected), step=place.step)
     if not looks_beside:
         return ckpt
     if not look_at_files:
-        unsafe = (problem for problem in with_step_files(found, ckpt).problems if problem.kind in _OF_SAFETY)
+        unsafe = (problem for problem in with_step_files(place, ckpt).problems if problem.kind in _OF_SAFETY)
         return replace(ckpt, problems=list(dict.fromkeys([*ckpt.problems, *unsafe])))
-    ckpt = with_step_files(found, with_vocabulary(folder, ckpt))
+    ckpt = with_step_files(place, with_vocabulary(folder, ckpt))
     if not any(file.optimizer for file in ckpt.step_files):
         return ckpt
     # the tensors in other models of a step have shapes too, such as the `2_Dense` of sentence-transformers
-    subs = ((place, sub_folder(place, name)) for place in found.reports_for for name in place.folders())
-    models = (sub for place, sub in subs if sub and sub.place in found.claimed and sub.place != place.place)
+    subs = ((above, sub_folder(above, name)) for above in place.reports_for for name in above.folders())
+    models = (sub for above, sub in subs if sub and sub.place in place.claimed and sub.place != above.place)
     opened = (_open(CheckpointPlace.at(model), False) for model in models)
     shapes = tuple(tensor.global_shape for model in opened for tensor in model.tensors.values())
     files = (

@@ -180,7 +180,7 @@ def _names(template: str) -> str:
 def _imports(key: str, entries: Iterable[Any]) -> str:
     """The module outside the known libraries that an entry has a library import, "" for none."""
     named = (entry.get(key) for entry in entries if isinstance(entry, dict))
-    other = (name for name in named if isinstance(name, str) and name and not f"{name}.".startswith(_LIBRARIES))
+    modules = (name for name in named if isinstance(name, str) and name and not f"{name}.".startswith(_LIBRARIES))
     # hydra reads names with a dot; what stands for another field says nothing
-    other = (name for name in other if key != "_target_" or ("." in name and not name.startswith("${")))
-    return f"{key} {printable(name)}" if (name := next(other, "")) else ""
+    modules = (name for name in modules if key != "_target_" or ("." in name and not name.startswith("${")))
+    return f"{key} {printable(name)}" if (name := next(modules, "")) else ""

@@ -62,15 +62,15 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     folder cannot be listed or the newest step is a link that is not followed.
     """
     walk = _Walk()
-    found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
-    if not found:
+    units = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
+    if not units:
         if folder.not_looked_at:
             hint = "name the checkpoint folder itself, since a web server does not list what it has"
             raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
         payload = next((file.display for file in walk.files(folder, _states)), "")
         is_empty_step = is_named_step(folder.name) and not folder.entries
         if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else is_empty_step:
-            found = [CheckpointPlace.at(folder)]
+            units = [CheckpointPlace.at(folder)]
         elif payload:
             raise UnknownLayoutError(
                 f"{payload} holds weights or other state, and ckptlint does not know how these files belong together: "
@@ -86,15 +86,15 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
             )
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
-        found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
-    places = frozenset(place.place for part in found for place in (part.folder, *part.reports_for))
+        units[0] = replace(units[0], not_followed=(*units[0].not_followed, sentence))
+    places = frozenset(place.place for part in units for place in (part.folder, *part.reports_for))
     around: set[str] = set()  # the places of all folders around these
     for place in places:
         while (place := place.rpartition("/")[0]) and place not in around:
             around.add(place)
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
-    return [replace(part, claimed=places, around_claimed=frozenset(around), step=part.step or at) for part in found]
+    return [replace(part, claimed=places, around_claimed=frozenset(around), step=part.step or at) for part in units]
 
 
 def _lost_model(step: Folder) -> bool:
@@ -160,15 +160,15 @@ class _Walk:
             notes = [] if in_step else _not_read(folder, numbered, parts)
             return [replace(parts[0], not_followed=(*parts[0].not_followed, *notes)), *parts[1:]]
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
-        if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
-            return found
+        if are_steps and steps != "none" and (units := self._steps(folder, numbered, steps, levels, in_step)):
+            return units
         left_out = {name for name in numbered if are_steps and not (steps == "none" and _is_part(folder, name))}
         inner = [name for name in _inner(folder) if name not in left_out and not (in_step and holds_no_state(name))]
-        found = self._below(folder, inner, steps, levels, in_step)
+        units = self._below(folder, inner, steps, levels, in_step)
         if in_step or step_number(folder.name) is not None:  # a file of torch.save is one of the step's own
-            found = [unit for unit in found if not _is_kind(unit.folder, "file")] or found
+            units = [unit for unit in units if not _is_kind(unit.folder, "file")] or units
         is_log = levels < _DEPTH and holds_no_state(folder.name)
-        return _accounted(found, folder) or ([] if is_log else checkpoints_in(folder))
+        return _accounted(units, folder) or ([] if is_log else checkpoints_in(folder))
 
     def _beside(
         self, folder: Folder, numbered: list[str], parts: list[str], steps: WhichSteps, levels: int
@@ -178,8 +178,8 @@ class _Walk:
         What is named like a step is not looked into, but for its `parts`: DeepSpeed's, or all where all steps are asked
         for.
         """
-        other = unsupported(folder)
-        but = {*numbered, *([other.file] if other else [])}
+        evidence = unsupported(folder)
+        but = {*numbered, *([evidence.file] if evidence else [])}
         is_step = step_number(folder.name) is not None
         inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
         inner = [name for name in inner if folder.inner_target(name) not in numbered]  # it is looked at as a step
@@ -187,17 +187,17 @@ class _Walk:
         inner += [name for name in parts if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
         hidden = ("incomplete", "file") if is_dcp else ("file",)  # a file of torch.save is one of the step's own
-        found = self._below(folder, inner, steps, levels, in_step=True)
-        return [unit for unit in found if not (_is_kind(unit.folder, *hidden) or _is_bare(unit.folder))]
+        units = self._below(folder, inner, steps, levels, in_step=True)
+        return [unit for unit in units if not (_is_kind(unit.folder, *hidden) or _is_bare(unit.folder))]
 
     def _steps(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
     ) -> list[CheckpointPlace]:
         """The checkpoints of the steps of a run: the newest of each series that is finished, or all."""
-        found = self._newest(folder, numbers, steps, levels)
-        if found and all(unit.refused for unit in found):
-            raise AccessError("; ".join(unit.refused for unit in found))
-        if not found:
+        units = self._newest(folder, numbers, steps, levels)
+        if units and all(unit.refused for unit in units):
+            raise AccessError("; ".join(unit.refused for unit in units))
+        if not units:
             return []
         notes: list[str] = []
         if not in_step:
@@ -207,36 +207,36 @@ class _Walk:
             others = [name for name in others if not (is_part(name) or holds_no_state(name) or folder.target(name))]
             unfinished = [*filter(is_unfinished_name, others)]
             others = [name for name in others if name not in unfinished]
-            found += self._below(folder, others, steps, levels, in_step)
+            units += self._below(folder, others, steps, levels, in_step)
             notes += [f"what {printable(name)} holds: its save never finished" for name in unfinished]
-        notes += _not_read(folder, numbers, found) if steps == "newest" else []
+        notes += _not_read(folder, numbers, units) if steps == "newest" else []
         around = folder if in_step or step_number(folder.name) is not None else _newest_of_series(folder, numbers)
-        found = _accounted(found, around)
+        units = _accounted(units, around)
         for name in folder.folders():
             if is_part(name) and name not in numbers and not folder.escapes_to(name):
-                found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
-        return [replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step), *found[1:]]
+                units = _accounted(units, folder.sub(name))  # state that a run has once, of its newest step
+        return [replace(units[0], not_followed=(*units[0].not_followed, *notes), of_run=not in_step), *units[1:]]
 
     def _newest(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
         """The checkpoints of the newest step of each series, or of all steps."""
         alike = grouped((re.sub("[-_]", "", numberless(name)), name) for name in numbers)
         if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
             alike.setdefault(next(iter(alike), "release"), []).append("release")
-        found: list[CheckpointPlace] = []
+        units: list[CheckpointPlace] = []
         for names in alike.values():
-            found += self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
-        return found
+            units += self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
+        return units
 
     def _series(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
         """The checkpoints in steps that are named alike, the newest first, or in the newest."""
-        found: list[CheckpointPlace] = []
+        units: list[CheckpointPlace] = []
         unfinished: list[CheckpointPlace] = []
         gone = folder.entries.strange
         for name in numbers:
             step = folder.only(name) if folder.has(name) or name in gone else sub_folder(folder, name)
             if step is None:  # where it is the newest, it is what the folder means, and an older one is no answer
                 at = f"{folder.display.rstrip('/')}/{printable(name)}", numbers[name]
-                found.append(CheckpointPlace(folder.only(name), step=at, refused=not_followed(folder, name)))
+                units.append(CheckpointPlace(folder.only(name), step=at, refused=not_followed(folder, name)))
                 if steps == "newest":
                     break
                 continue
@@ -244,14 +244,14 @@ class _Walk:
             if inside and f"{name}{_UNIVERSAL}" in folder.folders():
                 inside += self._below(folder, [name + _UNIVERSAL], steps, 1, in_step=True)
             at = step.display, numbers[name]
-            found += [unit if unit.step else replace(unit, step=at) for unit in inside]
+            units += [unit if unit.step else replace(unit, step=at) for unit in inside]
             unfinished += [] if inside else [replace(CheckpointPlace.at(step), step=at)]
-            if found and steps == "newest":
+            if units and steps == "newest":
                 break
-        if not found and all(unit.folder.entries and not _lost_model(unit.folder) for unit in unfinished[:1]):
+        if not units and all(unit.folder.entries and not _lost_model(unit.folder) for unit in unfinished[:1]):
             return []  # what it holds, nobody knows
         # a newer step without a checkpoint in it is no reason to pass an older one
-        return found + unfinished if steps == "all" else unfinished[:1] or found
+        return units + unfinished if steps == "all" else unfinished[:1] or units
 
     def _below(
         self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool
@@ -264,13 +264,13 @@ class _Walk:
     ) -> list[CheckpointPlace]:
         """The checkpoints in a sub-folder; in none of its own where it is a link to a folder of another name."""
         target = folder.escapes_to(name)
-        other = PurePath(target).name
-        is_elsewhere = target and other != name and step_number(other) is None
-        found = self.units(sub, steps, 0 if is_elsewhere else levels - 1, in_step)
+        target_name = PurePath(target).name
+        is_elsewhere = target and target_name != name and step_number(target_name) is None
+        units = self.units(sub, steps, 0 if is_elsewhere else levels - 1, in_step)
         if not target:
-            return found
+            return units
         link = printable(target)
-        return [replace(unit, linked_to=link) if unit.folder.place == sub.place else unit for unit in found]
+        return [replace(unit, linked_to=link) if unit.folder.place == sub.place else unit for unit in units]
 
     def files(self, folder: Folder, names: Callable[[Folder], Iterable[str]], levels: int = _DEPTH) -> Iterator[Folder]:
         """The files of these names in a folder and below it, each in a view that hides the others."""
@@ -337,13 +337,17 @@ def _is_part(folder: Folder, name: str) -> bool:
 
 def _is_bare(folder: Folder) -> bool:
     """Whether it holds nothing but side state: Megatron's `common.pt` beside an export, as ms-swift writes it."""
-    found = recognise(folder) if _is_kind(folder, "incomplete") else None
-    return found is not None and found.evidence.file in ("common.pt", "metadata.json") and len(folder.files()) <= 2
+    recognised = recognise(folder) if _is_kind(folder, "incomplete") else None
+    return (
+        recognised is not None
+        and recognised.evidence.file in ("common.pt", "metadata.json")
+        and len(folder.files()) <= 2
+    )
 
 
 def _is_kind(folder: Folder, *kinds: str) -> bool:
-    found = recognise(folder)
-    return found is not None and found.kind in kinds
+    recognised = recognise(folder)
+    return recognised is not None and recognised.kind in kinds
 
 
 _HEAD = 512
@@ -373,9 +377,9 @@ def holds_at_most(paths: Iterable[str], all_steps: bool, most: int) -> bool:
     try:
         for path in paths:
             with suppress(NothingToCheckError):  # it adds nothing to read
-                for found in find(path, all_steps):
-                    left -= _bytes_within(found.folder, left)
-                    if left < 0 or not found.folder.is_near:
+                for place in find(path, all_steps):
+                    left -= _bytes_within(place.folder, left)
+                    if left < 0 or not place.folder.is_near:
                         return False
     except CkptlintError:
         return False

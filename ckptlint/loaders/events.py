@@ -105,7 +105,7 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         memory.left_behind.discard(gone)
     _, tracker = isolated(partial(read_tracker, run), 0)  # one of them is a pickle
     still: set[str] = set()
-    found: list[Event] = []
+    news: list[Event] = []
     for name, number in numbers.items():
         if name in memory.finished:
             continue
@@ -119,7 +119,7 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
             if memory.sizes.get(name) == sizes:
                 still.add(name)
                 if is_finished(step, number, tracker):
-                    found.append(Event("finished", name, number, files=frozenset(sizes)))
+                    news.append(Event("finished", name, number, files=frozenset(sizes)))
             else:
                 memory.since[name] = time.time()
             memory.sizes[name] = sizes
@@ -127,8 +127,8 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         except NothingToCheckError:  # it vanished meanwhile
             continue
         except CkptlintError as error:
-            found += memory.note_trouble(name, number, error)
-    memory.finished |= {event.step for event in found if event.kind == "finished"}
+            news += memory.note_trouble(name, number, error)
+    memory.finished |= {event.step for event in news if event.kind == "finished"}
     newest = max((i for i, name in enumerate(names) if name in memory.finished), default=0)
     for place, name in enumerate(names):
         if name not in still - memory.finished - memory.left_behind:
@@ -142,11 +142,11 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         else:
             continue
         memory.left_behind.add(name)
-        found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
+        news.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
     reported = memory.finished | memory.left_behind | {*memory.trouble}
     for name in (name for name in names if is_last and name not in reported):
-        found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
-    return sorted(found, key=lambda event: names.index(event.step))
+        news.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
+    return sorted(news, key=lambda event: names.index(event.step))
 
 
 def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:

@@ -50,10 +50,10 @@ def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
     return Problem("incomplete", file, sentence, why=why, hint=hint, outside_checkpoint=True)
 
 
-def from_torch_file(found: TorchFile, file: str, why: str = "") -> list[Problem]:
+def from_torch_file(torch_file: TorchFile, file: str, why: str = "") -> list[Problem]:
     """What a file of torch.save asks for that it may not, and what contradicts itself in it."""
-    faults = [from_error(UnreadableError(sentence, at), file, why=why) for sentence, at in found.faults]
-    return from_refusals(found.unpickled, file, "data.pkl of " if found.prefix else "") + faults
+    faults = [from_error(UnreadableError(sentence, at), file, why=why) for sentence, at in torch_file.faults]
+    return from_refusals(torch_file.unpickled, file, "data.pkl of " if torch_file.prefix else "") + faults
 
 
 def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Problem]:

@@ -79,13 +79,13 @@ def read_reference(path: str) -> Reference:
 
 
 def _from_folder(folder: Folder, source: str) -> Reference:
-    found = recognise(folder)
-    if found is None or found.kind in ("safetensors", "unsupported"):
+    recognised = recognise(folder)
+    if recognised is None or recognised.kind in ("safetensors", "unsupported"):
         if _is_model_folder(folder):
             size = sum(folder.size(name) for name in (_INDEX, _CONFIG) if folder.has(name))
             size += sum(_header_length(folder, name) for name in _safetensors(folder))
             return isolated(partial(_model_folder, folder, source), size)
-        if folder.has(_CONFIG) and (found is not None or not folder.folders()):
+        if folder.has(_CONFIG) and (recognised is not None or not folder.folders()):
             return isolated(partial(_model_folder, folder, source), folder.size(_CONFIG))
     return _from_checkpoint(folder, "", source)
 
@@ -101,7 +101,7 @@ def _from_file(folder: Folder, name: str, source: str) -> Reference:
         return isolated(partial(_safetensors_file, folder, name, source), _header_length(folder, name))
     size = folder.size(name)
     if name.endswith(".index.json"):
-        size += sum(_header_length(folder, other) for other in _safetensors(folder))
+        size += sum(_header_length(folder, file) for file in _safetensors(folder))
         return isolated(partial(_index_file, folder, name, source), size)
     return isolated(partial(_manifest, folder, name, source), size)
 
@@ -253,12 +253,12 @@ def _header(folder: Folder, name: str) -> Tensors | None:
     with _named(name):
         header = read_header(folder, name, folder.stat(name)[1] or 0)
     # a dtype that torch has no name for counts its shape in other things
-    found = zip(header.names, header.dtypes, header.shapes, strict=True)
-    return {printable(fqn): (dtype, None if dtype is None else shape) for fqn, dtype, shape in found}
+    entries = zip(header.names, header.dtypes, header.shapes, strict=True)
+    return {printable(fqn): (dtype, None if dtype is None else shape) for fqn, dtype, shape in entries}
 
 
 def _from_checkpoint(folder: Folder, name: str, source: str) -> Reference:
-    parts = {found.folder.name: _readable(found, source) for found in find_at(folder, name)}
+    parts = {place.folder.name: _readable(place, source) for place in find_at(folder, name)}
     tensors, clashes = _merged({name: tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
     if len(parts) == 1:
         return Reference(source, "checkpoint", tensors)
@@ -339,7 +339,7 @@ def _values(fqn: str, entry: Any) -> dict[str, int]:
 
 def _rows(fqn: str, entry: Any) -> dict[str, npt.NDArray[np.uint64]]:
     """Dtype -> words of the rows of one tensor of a manifest."""
-    found = {}
+    words = {}
     rows: Any = entry.get("rows", {}) if isinstance(entry, dict) else {}
     rows = rows if isinstance(rows, dict) else {"": None}
     for dtype, text in rows.items():
@@ -349,8 +349,8 @@ def _rows(fqn: str, entry: Any) -> dict[str, npt.NDArray[np.uint64]]:
             data = b"?"
         if dtype not in DTYPES or len(data) % 8:
             raise UnreadableError(f"the rows of {printable(fqn)} are not words in base64 by dtype")
-        found[dtype] = np.frombuffer(data, "<u8").astype(np.uint64)
-    return found
+        words[dtype] = np.frombuffer(data, "<u8").astype(np.uint64)
+    return words
 
 
 def _entry(fqn: str, entry: Any) -> tuple[str | None, tuple[int, ...] | None]:

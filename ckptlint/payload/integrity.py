@@ -70,7 +70,7 @@ def recorded_sums(
         *((printable(name), _of_payload(folder, ckpt, name, sums, problems)) for name, sums in lists.items()),
         (INTEGRITY, listed or {}),
     )
-    sums_by_file = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
+    sums_by_file = {name: _recorded(recorded, source) for source, by_file in sums for name, recorded in by_file.items()}
     whole = [(name, files) for name, files in ((SIGNATURE, signed), (INTEGRITY, listed)) if files is not None]
     unlisted = {file.name: name for name, files in whole for file in ckpt.files if file.path and file.path not in files}
     return {**sums_by_file, **expected}, unlisted, problems

@@ -159,10 +159,10 @@ def _merged(
                 contents.append(content)
         shift = np.array([*(number[key] for key in part.keys), -1], np.int32)  # -1, the last one, for no content
         table.content[at] = shift[part.table.content[new]]
-        decoded |= {number[key]: found for key, found in part.decoded.items()}
-        for file, found in part.broken.items():
+        decoded |= {number[key]: pickled for key, pickled in part.decoded.items()}
+        for file, faults in part.broken.items():
             known = {row for row, _ in broken[file]}
-            broken[file] += [item for item in found if item[0] not in known]
+            broken[file] += [item for item in faults if item[0] not in known]
     table.contents[:] = contents
     return table, dict(sorted(decoded.items())), broken
 

@@ -148,8 +148,11 @@ class Reader:
             verifying=verifying(self.folder) if self.how.depth.reads_all and self.leads else "",
             sample=sample,
             **of_files,
-            values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
-            row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},
+            values={
+                fqn: {dtype: digest(rows) for dtype, rows in by_dtype.items()}
+                for fqn, by_dtype in hashes_of_key.items()
+            },
+            row_hashes={fqn: by_dtype for fqn, by_dtype in hashes_of_key.items() if fqn in self.how.rows},
         )
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
@@ -227,11 +230,11 @@ class Reader:
             file: partial(member_starts, self.folder, self.ckpt, file, mine, stored, self.meter)
             for file, mine in by_file(rows, records.file, stored.start).items()
         }
-        for file, (found, broken) in self._run(tasks):
+        for file, (starts, broken) in self._run(tasks):
             self.result.broken[file] += broken
-            mine = np.array([*found], np.int64)
+            mine = np.array([*starts], np.int64)
             table.state[mine], table.storages[mine] = RecordState.READ, 1
-            table.content[mine], table.start[mine] = stored.content[mine], [*found.values()]
+            table.content[mine], table.start[mine] = stored.content[mine], [*starts.values()]
             table.size[mine] = table.stored[mine] = stored.size[mine]
             # A CRC of 0 means that the writer switched checksums off (PAY012: "checksums switched off"), unless the
             # member is empty.
@@ -356,8 +359,10 @@ class Reader:
         numbers: dict[RecordContent, int] = {}
         for file, rows in by_file(raw[is_raw[raw]], records.file, records.byte_offset).items():
             table.start[rows], table.size[rows] = records.byte_offset[rows], records.byte_length[rows]
-            found = [copies.get(row) or bare_content(*self.chunks[row]) for row in rows.tolist()]
-            table.content[rows] = [numbers.setdefault(content, len(table.contents) + len(numbers)) for content in found]
+            contents = [copies.get(row) or bare_content(*self.chunks[row]) for row in rows.tolist()]
+            table.content[rows] = [
+                numbers.setdefault(content, len(table.contents) + len(numbers)) for content in contents
+            ]
             table.storages[rows] = 1
             self._add_bare(file, rows)
         table.contents.extend(numbers)

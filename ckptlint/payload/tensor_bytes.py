@@ -53,28 +53,28 @@ class TensorBytes:
         if self.ckpt.payload is None or tensor.dtype.startswith("complex") or ITEM_BITS.get(tensor.dtype, 1) % 8:
             return None
         end = min(last * columns, prod(shape))  # the last row of a long vector may be shorter
-        found = np.zeros((last - first, columns), word_of(tensor.dtype))
+        words = np.zeros((last - first, columns), word_of(tensor.dtype))
         left = end - first * columns
         for row in _touching(tensor, first * columns, end):
-            added = self._add(row, first, end, shape, found)
+            added = self._add(row, first, end, shape, words)
             if added is None:
                 return None
             left -= added
-        return None if left else found
+        return None if left else words
 
     def numbers(self, first: int, last: int, shape: Shape | None = None) -> Matrix | None:
         """The rows [first, last) as float32, as `rows` has them; None where their numbers are not known."""
         bits = self.rows(first, last, shape)
-        found = None if bits is None else decoded(bits, self.tensor.dtype)
-        return None if found is None else np.asarray(found, np.float32)
+        values = None if bits is None else decoded(bits, self.tensor.dtype)
+        return None if values is None else np.asarray(values, np.float32)
 
     def whole(self) -> Matrix | None:
         """All of it as float32 in its shape; None where its numbers are not known."""
         slices, per, _ = matrix(self.shape)
-        found = self.numbers(0, slices * per)
-        return None if found is None else found.reshape(-1)[: prod(self.shape)].reshape(self.shape)
+        values = self.numbers(0, slices * per)
+        return None if values is None else values.reshape(-1)[: prod(self.shape)].reshape(self.shape)
 
-    def _add(self, row: int, first: int, end: int, shape: Shape, found: Bits) -> int | None:
+    def _add(self, row: int, first: int, end: int, shape: Shape, words: Bits) -> int | None:
         """Copy what a chunk has of the elements from row `first` on to element `end`: how many; None if it cannot."""
         tensor, table = self.tensor, self.ckpt.payload
         record = int(tensor.chunks.record[row])
@@ -88,7 +88,7 @@ class TensorBytes:
             return None
         if list(where.strides) != sorted(where.strides, reverse=True) or (*where.strides, 1)[-1] != 1:
             return None  # stored in another order of the axes
-        begin = first * found.shape[1]
+        begin = first * words.shape[1]
         run = where.sizes[-1] if where.sizes else 1
         runs = range(where.volume // run)
         low = max(bisect_right(runs, begin, key=lambda number: first_place(where, number)) - 1, 0)
@@ -103,10 +103,10 @@ class TensorBytes:
         data = self.folder.read_range(path, start + (content.offset + at) * item, count * item)
         if len(data) != count * item:
             return None
-        bits = np.frombuffer(data, found.dtype)
+        bits = np.frombuffer(data, words.dtype)
         for number, column, position, rows, width in blocks(where, at, count, shape):
             part = bits[position : position + rows * width].reshape(rows, width)
-            found[number - first : number - first + rows, column : column + width] = part
+            words[number - first : number - first + rows, column : column + width] = part
         return int(count)
 
 

@@ -49,16 +49,16 @@ def render(report: Report, style: Style) -> str:
     steps = [] if style.quiet else steps_in(report)
     tabled = set() if style.verbose else {step.path for step in steps}
     for part in report.checkpoints:
-        found = _findings(part, style)
+        findings = _findings(part, style)
         around = step_around(part.checkpoint)
-        if not (found or part.is_incomplete or part.checkpoint.not_looked_at) and around and around[0] in tabled:
+        if not (findings or part.is_incomplete or part.checkpoint.not_looked_at) and around and around[0] in tabled:
             continue  # its row in the table says it
         texts = [] if style.quiet else [header(part.checkpoint, style)]
-        if style.quiet and found and len(report.checkpoints) > 1:
+        if style.quiet and findings and len(report.checkpoints) > 1:
             texts = [style.paint(part.checkpoint.path, "bold")]
-        if texts and not found and len(report.checkpoints) > 1 and not part.is_incomplete:
+        if texts and not findings and len(report.checkpoints) > 1 and not part.is_incomplete:
             texts[0] += "\n  " + style.paint("passed", "good")
-        texts += found
+        texts += findings
         if texts:
             blocks.append("\n\n".join(texts))
     if style.verbose:
@@ -188,9 +188,9 @@ def step_lines(steps: Sequence[JudgedStep], lenient: Sequence[str]) -> list[str]
     lines = []
     options = f" with {join_words([f'--{name}' for name in lenient])}" if lenient else ""
     for run, step in newest_passing(steps).items():
-        of_run = [one for one in steps if one.path.rpartition("/")[0] == run]
+        of_run = [judged for judged in steps if judged.path.rpartition("/")[0] == run]
         newer = of_run if step is None else of_run[: of_run.index(step)]
-        doubt = next((one.name for one in newer if one.verdict == "not judged"), "")
+        doubt = next((judged.name for judged in newer if judged.verdict == "not judged"), "")
         if step is None:
             lines.append(f"No step of {run} passes{f', and {doubt} could not be judged' if doubt else ''}.")
         elif doubt:
@@ -344,7 +344,7 @@ def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
             yield f"{folded(left)} for other reasons (see --format json)"
             return
         yield f"{folded(codes)} {reason}"
-        left = {code: other for code, other in left.items() if other != reason}
+        left = {code: why for code, why in left.items() if why != reason}
 
 
 def folded(codes: Iterable[str]) -> str:

@@ -82,12 +82,12 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
 
 def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
     """(heading, keys, further lines) beside the cost."""
-    found: list[tuple[str, list[str], list[str]]] = []
+    blocks: list[tuple[str, list[str], list[str]]] = []
 
     def add(heading: str, keys: Iterable[str], *lines: str) -> None:
         names = [*keys]
         if names or lines:
-            found.append((heading, names, [line for line in lines if line]))
+            blocks.append((heading, names, [line for line in lines if line]))
 
     if plan.missing:
         untouched = "with allow_partial_load=True they keep what the job put there"
@@ -106,7 +106,7 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
     for item in plan.constraints:
         if item.guessed:
             add(f"Guessed: {item.sentence}", item.keys)
-    return found
+    return blocks
 
 
 SHAPES_HEAD = ("key", "stored", "wanted")
@@ -155,12 +155,12 @@ def rows(cost: Cost) -> list[tuple[str, ...]]:
         kind = int(cost.kind[rank])
         amounts = *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"
         words.setdefault(amounts, (rank, []))[1].append(word)
-    found = [
+    rank_rows = [
         (f"{', '.join(amount)} (rank {rank})" if len(cost.needed) > 1 else "each", *amounts)
         for amounts, (rank, amount) in words.items()
     ]
     opened = len(np.unique(np.concatenate(cost.files)))
-    return [*found, (f"all {len(cost.kind):,}", *_amounts(cost, cost.kind), f"{opened:,}")]
+    return [*rank_rows, (f"all {len(cost.kind):,}", *_amounts(cost, cost.kind), f"{opened:,}")]
 
 
 def _amounts(cost: Cost, kinds: Any) -> tuple[str, str, str]:

@@ -135,8 +135,8 @@ class Folder(ABC):
         state, size = np.zeros(len(at), np.uint8), np.full(len(at), -1, np.int64)
         size[listed] = self.entries.size[at[listed]]
         others = np.flatnonzero(~listed).tolist()
-        for row, (found, count) in zip(others, self._looks([relatives[row] for row in others]), strict=True):
-            state[row] = FILE_STATES.index(found)
+        for row, (file_state, count) in zip(others, self._looks([relatives[row] for row in others]), strict=True):
+            state[row] = FILE_STATES.index(file_state)
             size[row] = -1 if count is None else count
         return state, size, at
 

@@ -56,12 +56,12 @@ class Listing(Mapping[str, FolderEntry]):
     strange: dict[str, str]
 
     @classmethod
-    def of(cls, found: Iterable[tuple[str, FolderEntry]]) -> Listing:
+    def of(cls, entries: Iterable[tuple[str, FolderEntry]]) -> Listing:
         """A listing of these names, which may come in any order."""
         parts: list[npt.NDArray[Any]] = [np.zeros(0, "S1")]
         names: list[str] = []
         size, mtime, others, strange = array("q"), array("d"), {}, {}
-        for name, entry in found:
+        for name, entry in entries:
             if entry.what:
                 strange[name] = entry.what
                 continue
@@ -93,7 +93,7 @@ class Listing(Mapping[str, FolderEntry]):
 
     def positions(self, names: Sequence[str]) -> IntArray:
         """int64 [n], where each name is in `payload`; -1 for all others."""
-        found = np.full(len(names), -1, np.int64)
+        places = np.full(len(names), -1, np.int64)
         for start in range(0, len(names) if len(self.payload) else 0, _PART):
             part = names[start : start + _PART]
             text = "".join(part)
@@ -101,8 +101,8 @@ class Listing(Mapping[str, FolderEntry]):
                 part = [name if is_plain(name) else "" for name in part]
             wanted = np.array(part, "S")
             at = np.minimum(np.searchsorted(self.payload, wanted), len(self.payload) - 1)
-            found[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
-        return found
+            places[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
+        return places
 
     @property
     def newest(self) -> float:
@@ -134,13 +134,13 @@ class Listing(Mapping[str, FolderEntry]):
     def of_other_case(self, name: str) -> str | None:
         """The first name that differs from an absent one by case alone."""
         folded = name.casefold()
-        found = [self._folded[folded]] if folded in self._folded else []
+        matches = [self._folded[folded]] if folded in self._folded else []
         names, order = self._lower
         if _PLAIN.fullmatch(folded) and len(names):
             at = int(np.searchsorted(names, folded.encode()))
             if at < len(names) and names[at] == folded.encode():
-                found.append(self.payload[order[at]].decode())
-        return min(found, default=None)
+                matches.append(self.payload[order[at]].decode())
+        return min(matches, default=None)
 
     @cached_property
     def _folded(self) -> dict[str, str]:

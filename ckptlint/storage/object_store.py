@@ -68,7 +68,7 @@ class ObjectFolder(RemoteFolder):
 
     @cached_property
     def entries(self) -> Listing:
-        found = {}
+        entries = {}
         for info in self._infos:
             inside = info["name"].startswith(self.path + "/")
             if not inside and "//" in self.path:
@@ -79,8 +79,8 @@ class ObjectFolder(RemoteFolder):
                 is_folder = info["type"] == "directory"
                 if info["size"] is None and not is_folder:
                     raise AccessError(f"{printable(name)} in {self.display} has no known size")
-                found[name] = FolderEntry(0 if is_folder else int(info["size"]), is_folder)
-        return Listing.of(found.items())
+                entries[name] = FolderEntry(0 if is_folder else int(info["size"]), is_folder)
+        return Listing.of(entries.items())
 
     @property
     def sums(self) -> Mapping[str, str]:

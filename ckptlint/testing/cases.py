@@ -108,7 +108,7 @@ def judge_case(rule: Rule, case: Case, ckpt: Checkpoint, depth: Depth) -> Checkp
         codes = frozenset[str]().union(*(ignorable(load_rules(), token) for token in table["rules"]))
         ignores.append(KeyIgnore(table["key"], codes, "the case says so", "ckptlint.toml"))
     named = set().union(*(ignore.codes for ignore in ignores))
-    rules += [other for other in load_rules() if other.code in named]
+    rules += [loaded for loaded in load_rules() if loaded.code in named]
     return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0]
 
 
@@ -165,7 +165,7 @@ def checkpoint_of_ranks(table: Mapping[str, Any]) -> Checkpoint:
         strict=column((item.get("writer") == "mcore" for item, _ in rows), bool),
         digest=column(item["digest"] for item, _ in rows),
         view=column(item["view"] for item, _ in rows),
-        findings=tuple(RankFinding(**{"rank": -1, "fqn": ""} | found) for found in table.get("rank_findings", ())),
+        findings=tuple(RankFinding(**{"rank": -1, "fqn": ""} | finding) for finding in table.get("rank_findings", ())),
     )
     return as_checkpoint(ranks, "state dict")
 

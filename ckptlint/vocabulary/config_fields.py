@@ -78,15 +78,15 @@ def read_declared(sources: Iterable[tuple[str, Any]]) -> dict[str, Declared]:
         sources: the name of each source (`args`, `run_config`, `config.json`) and its mapping or inert object; sections
             of a nested configuration (`model`, `text_config`) count as part of it.
     """
-    found: dict[str, Declared] = {}
+    declared: dict[str, Declared] = {}
     for source, node in sources:
         values = attributes(node)
         layers = [values, *(attributes(values[name]) for name in _SECTIONS if name in values)]
         for canonical, names in _NAMES.items():
             value = next((part[n] for part in layers for n in names if is_scalar(part.get(n))), None)
-            if value is not None and canonical not in found:
-                found[canonical] = Declared(value, source)
-    return found
+            if value is not None and canonical not in declared:
+                declared[canonical] = Declared(value, source)
+    return declared
 
 
 def declares_pruning(values: Mapping[str, Any]) -> bool:

@@ -144,7 +144,9 @@ def loses(stored: str, target: str) -> bool:
     if stored.startswith("complex") or target.startswith("complex"):
         return stored.startswith("complex") and ITEM_BITS[target] < ITEM_BITS[stored]
     if stored in _EXACT and target in _EXACT:
-        return any(stored_bits > other for stored_bits, other in zip(_EXACT[stored], _EXACT[target], strict=True))
+        return any(
+            stored_bits > target_bits for stored_bits, target_bits in zip(_EXACT[stored], _EXACT[target], strict=True)
+        )
     if stored in _EXACT or target == "bool":
         return True
     bits = {"bool": 1}.get(stored, ITEM_BITS[stored] - (not stored.startswith("uint")))

@@ -43,5 +43,5 @@ def read_topology(
 
 def axes_of_size(topology: Mapping[str, AxisSize], size: int) -> list[str]:
     """Names of the axes that have this size, in the order tp, pp, cp, ep, etp, dp; guesses and world left out."""
-    of_size = {axis for axis, found in topology.items() if found.size == size > 1} - {"world", "vpp"}
+    of_size = {axis for axis, axis_size in topology.items() if axis_size.size == size > 1} - {"world", "vpp"}
     return [axis for axis in AXES if axis in of_size]

@@ -91,15 +91,15 @@ def stored(key: str, naming: Naming) -> StoredRoles | None:
     >>> stored("model.layers.3.mlp.experts.7.gate_proj.weight", naming_of(["layers.0.self_attn.q_proj.weight"]))
     StoredRoles(roles=('gate',), how=frozenset())
     """
-    found = parse(key)
-    if found.kind != "model":
+    parsed = parse(key)
+    if parsed.kind != "model":
         return None
-    parts = [part.rstrip("*") for part in found.role.split(".") if part != "*"]
+    parts = [part.rstrip("*") for part in parsed.role.split(".") if part != "*"]
     ends = namings()[naming.name][1]
     for last in (len(parts), len(parts) - 1):  # a name of its own, or that of a module with a weight or bias
         for first in range(last):
             known = ends.get((*parts[first:last],))
-            if known and not (known.roles[0] in _OUTSIDE and found.block):
+            if known and not (known.roles[0] in _OUTSIDE and parsed.block):
                 return known
     return None
 
@@ -111,7 +111,7 @@ def roles_of(key: str) -> frozenset[tuple[str, ...]]:
     True
     """
     known = (stored(key, naming) for naming, _ in namings().values())
-    return frozenset(tuple(re.sub("^(text|single) ", "", role) for role in one.roles) for one in known if one)
+    return frozenset(tuple(re.sub("^(text|single) ", "", role) for role in entry.roles) for entry in known if entry)
 
 
 def is_bias(key: str) -> bool:

@@ -48,8 +48,8 @@ def runs(
 
 def bounding_box(runs_by_dim: Sequence[Runs], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes that torch gives to the runs of each dim: the first index, or the end of an empty dim."""
-    offsets = tuple(found[0][0] if found else size for found, size in zip(runs_by_dim, shape, strict=True))
-    return offsets, tuple(_length(found) for found in runs_by_dim)
+    offsets = tuple(dim_runs[0][0] if dim_runs else size for dim_runs, size in zip(runs_by_dim, shape, strict=True))
+    return offsets, tuple(_length(dim_runs) for dim_runs in runs_by_dim)
 
 
 def _piece(whole: Run, pieces: int, place: int) -> Run:

@@ -340,14 +340,14 @@ class PickleScan:
         """
         rows = np.flatnonzero((table.base >= 0) & (column.kind == GET))
         indices = column.number[rows]
-        found = np.zeros(len(rows), bool)
-        for other in self.tables:
-            inline = np.flatnonzero((other.base >= 0) & (column.kind == NESTED)) if other is table else None
+        is_filled = np.zeros(len(rows), bool)
+        for holder in self.tables:
+            inline = np.flatnonzero((holder.base >= 0) & (column.kind == NESTED)) if holder is table else None
             if inline is not None:
-                source, entries, part = inline, other.base[inline] + column.memo[inline], chunk
-            elif isinstance(other.rows, ChunkRows):
-                source = np.flatnonzero(other.base >= 0)
-                entries, part = other.base[source], other.rows
+                source, entries, part = inline, holder.base[inline] + column.memo[inline], chunk
+            elif isinstance(holder.rows, ChunkRows):
+                source = np.flatnonzero(holder.base >= 0)
+                entries, part = holder.base[source], holder.rows
             else:
                 continue
             if len(source) == 0 or len(rows) == 0:
@@ -355,15 +355,15 @@ class PickleScan:
             at = np.minimum(np.searchsorted(entries, indices), len(entries) - 1)
             hit = np.flatnonzero(entries[at] == indices)
             _copy_chunks(chunk, rows[hit], part, source[at[hit]])
-            found[hit] = True
-        for row, index in zip(rows[~found].tolist(), indices[~found].tolist(), strict=True):
+            is_filled[hit] = True
+        for row, index in zip(rows[~is_filled].tolist(), indices[~is_filled].tolist(), strict=True):
             node = self.outside.get(index)
             state = node[0] if isinstance(node, list) and len(node) == 1 else None
             if kind_of(type(node)) != "ChunkStorageMetadata" or not isinstance(state, dict):
                 raise IrregularError
             offsets, sizes = (_as_size(state.get(name)) for name in ("offsets", "sizes"))
-            one = ChunkRows(*(np.array([value]) for part in (offsets, sizes) for value in (len(part), part)))
-            _copy_chunks(chunk, np.array([row]), one, np.array([0]))
+            single = ChunkRows(*(np.array([value]) for part in (offsets, sizes) for value in (len(part), part)))
+            _copy_chunks(chunk, np.array([row]), single, np.array([0]))
 
     def _properties(
         self, table: Table, column: Column, dtype: Column, kind_of: Callable[[Any], str]
@@ -458,9 +458,9 @@ class PickleScan:
             raise IrregularError
         if len(referring):
             indices, which = numbered(column.number[referring])
-            found_rank, found = self._sizes_at(indices)
-            rank[referring] = found_rank[which]
-            coordinates = _with_rows(coordinates, referring, found[which])
+            rank_at, sizes_at = self._sizes_at(indices)
+            rank[referring] = rank_at[which]
+            coordinates = _with_rows(coordinates, referring, sizes_at[which])
         if coordinates.size and (coordinates.max() >= COORDINATE_LIMIT or coordinates.min() <= -COORDINATE_LIMIT):
             raise IrregularError
         return rank, coordinates
@@ -468,20 +468,20 @@ class PickleScan:
     def _texts_at(self, indices: IntArray) -> list[bytes]:
         """The texts under these memo indices."""
         assert self.view is not None
-        found: dict[int, bytes] = {}
+        texts_by_index: dict[int, bytes] = {}
         for column, entries, rows in self._entries(TEXT):
             at = np.minimum(np.searchsorted(entries, indices), len(entries) - 1)
             hit = np.flatnonzero(entries[at] == indices)
             source = rows[at[hit]]
             texts = slices(self.view, column.number[source], column.length[source])
-            found |= zip(indices[hit].tolist(), texts, strict=True)
+            texts_by_index |= zip(indices[hit].tolist(), texts, strict=True)
         for index in indices.tolist():
-            if index not in found:
+            if index not in texts_by_index:
                 text = self.outside.get(index)
                 if not isinstance(text, str):
                     raise IrregularError
-                found[index] = text.encode("utf-8", "surrogatepass")
-        return [found[index] for index in indices.tolist()]
+                texts_by_index[index] = text.encode("utf-8", "surrogatepass")
+        return [texts_by_index[index] for index in indices.tolist()]
 
     def _sizes_at(self, indices: IntArray) -> tuple[IntArray, IntArray]:
         """Ranks and coordinates of the Sizes under these memo indices."""

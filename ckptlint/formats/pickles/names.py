@@ -197,8 +197,8 @@ def is_plain_data(value: Any) -> bool:
 
 
 def _matches(pattern: str) -> Fits:
-    found = lazy_pattern(pattern)
-    return lambda value: type(value) is str and found.fullmatch(value) is not None
+    regex = lazy_pattern(pattern)
+    return lambda value: type(value) is str and regex.fullmatch(value) is not None
 
 
 def _is_apart(value: Any) -> bool:
@@ -273,8 +273,8 @@ def _shape(node: ast.expr, words: Mapping[str, Fits]) -> Fits:
         case ast.Constant(str(text)):
             return lambda value: type(value) is str and value == text
         case ast.BinOp(left, ast.BitOr(), right):
-            one, other = _shape(left, words), _shape(right, words)
-            return lambda value: one(value) or other(value)
+            first, second = _shape(left, words), _shape(right, words)
+            return lambda value: first(value) or second(value)
         case ast.Tuple(parts):
             inner = _sequence(parts, words)
             return lambda value: type(value) is tuple and inner(value)

@@ -99,4 +99,4 @@ def refusal_text(data: bytes, strict: bool, faults: list[tuple[Pair, Fault]]) ->
         position, misuse = place[0] if place else -1, _MISUSE.get(fault, "")
         is_unknown = fault in ("unknown", "filled")
         made.setdefault(key, Refused(target, position, called, tuple(trace), is_unknown, misuse=misuse))
-    return tuple(sorted(made.values(), key=lambda one: one.position if one.position >= 0 else len(data)))
+    return tuple(sorted(made.values(), key=lambda refusal: refusal.position if refusal.position >= 0 else len(data)))

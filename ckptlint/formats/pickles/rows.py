@@ -457,11 +457,11 @@ def occurrences(view: PickleView, form: RowForm, at: int) -> Any:
     behind = view.body.find(last, at) if last else -1
     end = view.end if behind < 0 else behind
     wanted = np.uint64(int.from_bytes(opening.opcodes[:8], "little"))
-    found = []
+    positions = []
     for phase in range(8):
         words = np.frombuffer(view.body, "<u8", max(end - at - phase, 0) // 8, at + phase)
-        found.append((np.flatnonzero(words == wanted) * 8 + (at + phase)).astype(np.int32))
-    return np.sort(np.concatenate(found), kind="stable")  # eight ascending parts: a merge
+        positions.append((np.flatnonzero(words == wanted) * 8 + (at + phase)).astype(np.int32))
+    return np.sort(np.concatenate(positions), kind="stable")  # eight ascending parts: a merge
 
 
 class _Block:
@@ -532,9 +532,9 @@ class _Block:
         if isinstance(rows, slice):
             which, holder = np.arange(len(self.cuts)), self.holder
         else:
-            found = np.minimum(np.searchsorted(rows, self.holder), len(rows) - 1)
-            which = np.flatnonzero(rows[found] == self.holder)
-            holder = found[which]
+            nearest = np.minimum(np.searchsorted(rows, self.holder), len(rows) - 1)
+            which = np.flatnonzero(rows[nearest] == self.holder)
+            holder = nearest[which]
         cuts = self.cuts[which]
 
         def opcode_at(position: IntArray) -> None:

@@ -156,9 +156,9 @@ def asks_for_names(data: bytes) -> bool:
 
     For a text that may be a pickle of protocol 0: to be asked in a child process, as every pickle is read.
     """
-    found = _load(data, strict=True)
-    named = [fault for key, fault in found.faults if names.is_importable(*key)]
-    return bool(named) and (found.error is None or "called" in named)
+    loaded = _load(data, strict=True)
+    named = [fault for key, fault in loaded.faults if names.is_importable(*key)]
+    return bool(named) and (loaded.error is None or "called" in named)
 
 
 class _Loaded(NamedTuple):
@@ -212,14 +212,14 @@ def _ends_at(data: bytes, end: int, strict: bool) -> bool:
         unpickler = _Unpickler(stream, strict)
         try:
             with paused_gc(), _no_extensions():
-                found = unpickler.load()
+                value = unpickler.load()
         except MemoryError:
             raise LimitError(_TOO_LARGE) from None
         except Exception:  # a crafted stream can make the unpickler raise anything; its opcodes show it then
             return False
         finally:
             unpickler.memo.clear()  # the stand-ins hold the unpickler: only a collector would free them
-    return type(found) is bytes and found == mark
+    return type(value) is bytes and value == mark
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:
@@ -240,27 +240,27 @@ def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
     inner: list[bytes] = []
     if not strict and MARK in data:
         data, inner = without_arrays(data)
-    found = _load(data, strict)
-    found.given.extend(inner)
-    refused, unknown, error = _judged(data, found, strict, depth)
-    if not refused and found.error is not None:
-        raise _unreadable(data, found.error)
+    loaded = _load(data, strict)
+    loaded.given.extend(inner)
+    refused, unknown, error = _judged(data, loaded, strict, depth)
+    if not refused and loaded.error is not None:
+        raise _unreadable(data, loaded.error)
     if not refused and error is not None:
         raise error
-    if found.error is None and not refused and (rest := len(data) - found.end):
-        raise UnreadableError(f"has {rest:,} bytes after the end of its pickle", found.end)
-    return Unpickled(found.root, refused, unknown)
+    if loaded.error is None and not refused and (rest := len(data) - loaded.end):
+        raise UnreadableError(f"has {rest:,} bytes after the end of its pickle", loaded.end)
+    return Unpickled(loaded.root, refused, unknown)
 
 
 def _judged(
-    data: bytes, found: _Loaded, strict: bool, depth: int
+    data: bytes, loaded: _Loaded, strict: bool, depth: int
 ) -> tuple[tuple[Refused, ...], tuple[str, ...], UnreadableError | None]:
     """What is refused and what is unknown, in the pickles inside its bytes too, and why one of those is unreadable."""
-    refused = list(refusal_text(data, strict, found.faults))
-    unknown = [printable(".".join(key)) for key in found.unknown if (key, "unknown") not in found.faults]
+    refused = list(refusal_text(data, strict, loaded.faults))
+    unknown = [printable(".".join(key)) for key in loaded.unknown if (key, "unknown") not in loaded.faults]
     error = None
-    given = dict.fromkeys(found.given)
-    kept = dict.fromkeys(_bytes_of(found.root)) if not strict and _may_hold_pickles(data) else {}
+    given = dict.fromkeys(loaded.given)
+    kept = dict.fromkeys(_bytes_of(loaded.root)) if not strict and _may_hold_pickles(data) else {}
     for raw in given | kept:
         if depth == _NESTED_LIMIT:
             raise LimitError(f"holds pickles inside pickles, more than {_NESTED_LIMIT} deep")
@@ -283,13 +283,13 @@ def _read_bytes(raw: bytes, depth: int) -> Unpickled:
         return _read(read_archive(ranges_in(raw), len(raw)).pickle, False, depth)
     if is_tar(raw):  # what torch looks for first
         raise UnreadableError("is a tar archive, a form of torch < 0.2", 0)
-    found, end, error = read_row(raw, depth)
-    refused = tuple(item for part in found for item in part.refused)
-    if error is None and (rest := len(raw) - end) and not is_magic(found[0].root):
+    pickles, end, error = read_row(raw, depth)
+    refused = tuple(item for part in pickles for item in part.refused)
+    if error is None and (rest := len(raw) - end) and not is_magic(pickles[0].root):
         error = UnreadableError(f"has {rest:,} bytes after the end of its pickle", end)
     if error is not None and not refused:
         raise error
-    return Unpickled(None, refused, tuple(name for part in found for name in part.unknown))
+    return Unpickled(None, refused, tuple(name for part in pickles for name in part.unknown))
 
 
 def read_row(data: bytes, depth: int = 0) -> tuple[list[Unpickled], int, UnreadableError | None]:
@@ -303,21 +303,21 @@ def read_row(data: bytes, depth: int = 0) -> tuple[list[Unpickled], int, Unreada
 
     Source: torch.serialization._legacy_load
     """
-    found: list[Unpickled] = []
+    pickles: list[Unpickled] = []
     at = 0
-    while len(found) < PICKLES and (at < len(data) or not found):
+    while len(pickles) < PICKLES and (at < len(data) or not pickles):
         rest = data[at:]
-        one = _load(rest, strict=False)
-        refused, unknown, error = _judged(rest, one, False, depth)
-        if one.error is not None and found and not is_magic(found[0].root) and not refused:
+        loaded = _load(rest, strict=False)
+        refused, unknown, error = _judged(rest, loaded, False, depth)
+        if loaded.error is not None and pickles and not is_magic(pickles[0].root) and not refused:
             break  # what follows one pickle need be none
-        found.append(Unpickled(one.root, refused, unknown))
-        if one.error is not None:
-            return found, at, _unreadable(rest, one.error)
-        at += one.end
+        pickles.append(Unpickled(loaded.root, refused, unknown))
+        if loaded.error is not None:
+            return pickles, at, _unreadable(rest, loaded.error)
+        at += loaded.end
         if error is not None:
-            return found, at, error
-    return found, at, None
+            return pickles, at, error
+    return pickles, at, None
 
 
 def _may_hold_pickles(data: bytes) -> bool:
@@ -396,8 +396,8 @@ def _placed(root: Any) -> tuple[int, int]:
     for part, kind in ((described, EntryRows), (stored, RecordRows)):
         if isinstance(part, dict):
             ends = [part.pop(key) for key in [key for key in part if type(key) is End]]
-            own = sum(isinstance(_rows(key), kind) and behind is END for key, behind in part.items())
-            count += own if ends == [END] * own else 0
+            runs = sum(isinstance(_rows(key), kind) and behind is END for key, behind in part.items())
+            count += runs if ends == [END] * runs else 0
     for tensor in described.values() if isinstance(described, dict) else ():
         chunks = _state(tensor, "TensorStorageMetadata").get("chunks")
         if isinstance(chunks, list) and RowRun in set(map(type, chunks)):

@@ -128,10 +128,10 @@ def extract(
     rank_chunks: list[RankChunk] = []
     paths: dict[str, tuple[Any, ...]] = {}
     parts: _Parts = {}
-    found: list[_Leaf] = []
+    leaves: list[_Leaf] = []
     with torch.no_grad():
-        _walk((), resolved(state_dict, limit) if resolve_stateful else state_dict.items(), found, limit)
-        for number, (path, value) in enumerate(found):
+        _walk((), resolved(state_dict, limit) if resolve_stateful else state_dict.items(), leaves, limit)
+        for number, (path, value) in enumerate(leaves):
             if not number % 64:
                 limit.look()
             fqn = ".".join(map(str, path))
@@ -341,7 +341,7 @@ def _sharded_tensor(fqn: str, value: Any) -> list[RankChunk]:
             item._replace(shape=shape, offsets=tuple(map(int.__add__, item.offsets, outer)), view=b"")
             for item in _sharded_tensor(fqn, shards[0].tensor)
         ]
-    found = []
+    rank_chunks = []
     writer: Literal["mcore", "sharded_tensor"] = "sharded_tensor" if mcore is None else "mcore"
     replica = -1 if mcore is None else _replica(mcore.replica_id)
     for shard in shards:
@@ -353,8 +353,8 @@ def _sharded_tensor(fqn: str, value: Any) -> list[RankChunk]:
         if data.dtype != dtype:
             problems += (_payload_dtype(data.dtype, dtype),)
         box = shape, offsets, sizes
-        found.append(RankChunk(fqn, "tensor", writer, _dtype(dtype), *box, replica, 0, data, view, problems))
-    return found
+        rank_chunks.append(RankChunk(fqn, "tensor", writer, _dtype(dtype), *box, replica, 0, data, view, problems))
+    return rank_chunks
 
 
 def _chunk_list(fqn: str, value: Any) -> list[RankChunk]:
@@ -375,12 +375,12 @@ def _several(item: RankChunk, boxes: list[_Box]) -> list[RankChunk]:
     shards = getattr(item.data, "_local_shards", None) or [item.data]
     if len(shards) != len(boxes):
         shards = [None] * len(boxes)
-    found = []
+    rank_chunks = []
     for (offsets, sizes), data in zip(boxes, shards, strict=True):
         dtype = item.dtype if data is None else _dtype(data.dtype)
         problems = item.problems + _bounds(item.shape, offsets, sizes)
-        found.append(item._replace(dtype=dtype, offsets=offsets, sizes=sizes, data=data, problems=problems))
-    return found
+        rank_chunks.append(item._replace(dtype=dtype, offsets=offsets, sizes=sizes, data=data, problems=problems))
+    return rank_chunks
 
 
 # ---------------------------------------------------------------- DTensor
@@ -434,13 +434,13 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     if all(map(compat.is_known, placements)):
         runs_by_dim = runs(shape, placements, sizes_of_mesh, coordinate)
         offsets, sizes = bounding_box(runs_by_dim, shape)
-        for dim, found in enumerate(runs_by_dim):
-            if len(found) > 1 and all(sizes):
-                said = f"on dim {dim} it holds {sizes[dim]} of {shape[dim]} indices, in {len(found)} separate runs"
+        for dim, dim_runs in enumerate(runs_by_dim):
+            if len(dim_runs) > 1 and all(sizes):
+                said = f"on dim {dim} it holds {sizes[dim]} of {shape[dim]} indices, in {len(dim_runs)} separate runs"
                 problems += (_problem("LIV102", f"the shard{{of}} is not one box: {said}; {declared}"),)
         if (order := compat.shard_order(spec)) is not None:
-            other = runs(shape, placements, sizes_of_mesh, coordinate, order)
-            order = None if bounding_box(other, shape) == (offsets, sizes) else order
+            ordered_runs = runs(shape, placements, sizes_of_mesh, coordinate, order)
+            order = None if bounding_box(ordered_runs, shape) == (offsets, sizes) else order
     else:
         ((offsets, sizes),) = _chunks(value)
     return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)

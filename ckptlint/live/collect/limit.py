@@ -62,9 +62,9 @@ def readable(tensors: Sequence[Any]) -> BoolArray:
     """bool [n], the tensors to read: not those expanded far beyond their memory, once they make up 1 GiB."""
     import torch
 
-    left, found = _MOST_EXPANDED, np.ones(len(tensors), bool)
+    left, is_readable = _MOST_EXPANDED, np.ones(len(tensors), bool)
     for number, tensor in enumerate(tensors):
         if tensor.numel() > _LARGE and tensor.layout == torch.strided and 0 in tensor.stride():
             left -= tensor.numel() * tensor.element_size()
-            found[number] = left >= 0
-    return found
+            is_readable[number] = left >= 0
+    return is_readable

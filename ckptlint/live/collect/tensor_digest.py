@@ -137,14 +137,14 @@ def _leaf(value: Any) -> bytes | None:
 # ---------------------------------------------------------------- one by one, or together
 
 
-def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
-    """int64 [n], what `one` gives of each large item and `many` of the small ones; 0 for None.
+def _collect(items: Sequence[Any], single: Any, many: Any) -> IntArray:
+    """int64 [n], what `single` gives of each large item and `many` of the small ones; 0 for None.
 
     Results stay on their device until all were asked for: one copy to the host for each device.
     """
     import torch
 
-    found = np.zeros(len(items), np.int64)
+    sums = np.zeros(len(items), np.int64)
     results: dict[Any, list[tuple[list[int], AnyTensor]]] = {}
     batches: dict[Any, list[int]] = {}
     with torch.no_grad():
@@ -154,7 +154,7 @@ def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
             data = item.data
             # the places of one run follow from the first one
             if data.numel() > _SMALL or (isinstance(item, _Run) and item.strides not in ((), (1,))):
-                results.setdefault(data.device, []).append(([number], one(item).reshape(1)))
+                results.setdefault(data.device, []).append(([number], single(item).reshape(1)))
             elif data.numel():
                 batches.setdefault((data.device, data.dtype), []).append(number)
         for (device, _), numbers in batches.items():
@@ -162,8 +162,8 @@ def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
                 results.setdefault(device, []).append((part, many([items[number] for number in part])))
         for parts in results.values():
             values = torch.cat([value for _, value in parts]).cpu().numpy()
-            found[[number for numbers, _ in parts for number in numbers]] = values
-    return found
+            sums[[number for numbers, _ in parts for number in numbers]] = values
+    return sums
 
 
 def _cut(numbers: list[int], counts: list[int], limit: int) -> Iterator[list[int]]:
@@ -385,7 +385,7 @@ def _elements_of(run: _Run) -> AnyTensor:
         keys = torch.full((1,) * len(sizes), _signed(first * GOLD), dtype=torch.int64, device=device)
         for axis, (size, stride) in enumerate(zip(sizes, run.strides, strict=True)):
             ramp = torch.arange(size, device=device).mul_(_signed(stride * GOLD))
-            keys = keys + ramp.reshape([-1 if axis == other else 1 for other in range(len(sizes))])
+            keys = keys + ramp.reshape([-1 if axis == dim else 1 for dim in range(len(sizes))])
         total += _fin(_fin(keys).bitwise_xor_(_unsigned(part))).sum()
     return total
 

@@ -83,8 +83,8 @@ def _digests(part: Any, axis: int, starts: range, stop: int) -> IntArray:
     words = np.zeros(1 + len(starts), np.int64)
     if part is not None:
         with suppress(Exception):  # out of memory, say: the other ranks wait for this one
-            found, known = word_digests([part.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
-            words[0], words[1:] = known.all(), found
+            digests, known = word_digests([part.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
+            words[0], words[1:] = known.all(), digests
     return words
 
 

@@ -293,7 +293,7 @@ def peel(summed: Words) -> Peeled:
     """Take the keys out of a table: a cell with one key gives it away, and without it other cells have one."""
     cells, third = summed.copy(), len(summed) // 3
     empty = max(1, int((cells[:third, 0] == 0).sum()))
-    found = []
+    peeled = []
     live = np.flatnonzero(cells[:, 0])
     while len(live):
         count, total, check = cells[live, 0], cells[live, 1], cells[live, 2]
@@ -306,12 +306,12 @@ def peel(summed: Words) -> Peeled:
         _, first = np.unique(cells[at, 1] // cells[at, 0], return_index=True)
         rows = cells[at[first]]
         rows[:, 1] //= rows[:, 0]
-        found.append(rows)
+        peeled.append(rows)
         whole = np.stack([rows[:, 0], rows[:, 0] * rows[:, 1], *rows.T[2:]], axis=1)
         for places in _places(rows[:, 1], len(cells)):
             np.subtract.at(cells, places, whole)
         live = np.flatnonzero(cells[:, 0])
-    rows = np.concatenate(found) if found else np.zeros((0, CELL_WORDS), np.uint64)
+    rows = np.concatenate(peeled) if peeled else np.zeros((0, CELL_WORDS), np.uint64)
     rows = rows[np.argsort(rows[:, 1], kind="stable")]
     estimate = ceil(-third * log(empty / third)) if third else 0
     return Peeled(rows[:, 1], rows[:, 0], rows[:, 3], rows[:, 4], len(live), estimate)

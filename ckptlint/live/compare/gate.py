@@ -162,11 +162,11 @@ class Gate:
 
     def _refuse_two_tags(self, base: str) -> None:
         """Refuse both, where the main thread of rank 0 waits for another tag than this one: neither can ever go on."""
-        other = self._places(0)[0]
-        if self._tag(other) == self._tag(base) or not other or self.store.check([f"{other}/decision"]):
+        main_base = self._places(0)[0]
+        if self._tag(main_base) == self._tag(base) or not main_base or self.store.check([f"{main_base}/decision"]):
             return
-        tags = f"{self._tag(other) or 'none'!r} on rank 0, {self._tag(base) or 'none'!r} on rank {self.rank}"
-        for place in (other, base):
+        tags = f"{self._tag(main_base) or 'none'!r} on rank 0, {self._tag(base) or 'none'!r} on rank {self.rank}"
+        for place in (main_base, base):
             self._refuse(f"{place}/decision", (), f"all ranks came, with different tags: {tags}")
 
     def _places(self, rank: int) -> list[str]:

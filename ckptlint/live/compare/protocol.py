@@ -291,7 +291,9 @@ def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[RankFinding]
 
 
 def _line(fqns: list[str], dtypes: list[str], findings: Sequence[RankFinding]) -> bytes:
-    sent = [[found.rank, found.fqn, found.code, found.text, found.level, found.voids] for found in findings]
+    sent = [
+        [finding.rank, finding.fqn, finding.code, finding.text, finding.level, finding.voids] for finding in findings
+    ]
     return (json.dumps([fqns, dtypes, sent]) + "\n").encode() if fqns or sent else b""
 
 
@@ -373,7 +375,7 @@ def _table(world: int, keys: int, parts: Sequence[_Part], findings: tuple[RankFi
 
 def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[tuple[str, str], str]:
     """Where the copies of a chunk differ first, for one chunk of each split of the ranks."""
-    found: dict[tuple[str, str], str] = {}
+    texts: dict[tuple[str, str], str] = {}
     looked: set[str] = set()
     for cell in cells(table) if (table.digest != 0).any() else ():
         groups = digest_groups(table, cell)
@@ -381,11 +383,11 @@ def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[t
         if len(groups) < 2 or split in looked or len(looked) == _COMPARED:
             continue
         looked.add(split)
-        one, other = sorted(int(table.rank[rows[0]]) for rows in groups)[:2]
+        low, high = sorted(int(table.rank[rows[0]]) for rows in groups)[:2]
         is_object = bool(table.is_object[cell.rows[0]])
-        mine = _content_at(local, cell) if group.rank in (one, other) else None
-        found[cell.fqn, str(cell.box)] = first_difference(group, (one, other), mine, None if is_object else cell.box)
-    return found
+        mine = _content_at(local, cell) if group.rank in (low, high) else None
+        texts[cell.fqn, str(cell.box)] = first_difference(group, (low, high), mine, None if is_object else cell.box)
+    return texts
 
 
 def _content_at(local: RankInput, cell: ChunkCopies) -> Any:
@@ -432,14 +434,14 @@ def _changes(
     if not (len(added) or not stays.all() or is_other.any()):
         return False, []
     lost, came = _named(*memory.of_rank, before.key[~stays]), _named(rows, by_key, added)
-    other = _named(rows, by_key, common.key[is_other])
+    changed = _named(rows, by_key, common.key[is_other])
     described_before, described = _named(*memory.of_rank, before.key), _named(rows, by_key, common.key)
     # what went to another rank, or came from one, stays
     was = {fqn: what for fqn, what in (described | described_before).items() if fqn not in came}
     now = {fqn: what for fqn, what in (described_before | described).items() if fqn not in lost}
     findings = []
     for change in step_changes(was, now):
-        concerned = {"gone": lost, "new": came}.get(change.kind, other)
+        concerned = {"gone": lost, "new": came}.get(change.kind, changed)
         level: Literal["info", "warning"] = "warning" if change.is_partial and change.kind != "new" else "info"
         text = change.sentence("held by any rank now", "the state of the last check")
         findings += [RankFinding(-1, fqn, "LIV208", text, level) for fqn in change.fqns if fqn in concerned]

@@ -24,19 +24,19 @@ def unsupported(folder: Folder) -> Evidence | None:
     files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_system_file(name))]
     folders = [name for name in folder.folders() if not (is_rank_folder(name) and legacy_file(folder))]
     for known in world().unread:
-        found = None if known.alone else _first(files, known.files) or _first(folders, known.folders)
-        if found is not None:
-            return Evidence(printable(found), known.name)
-    found = CONFIG_FILE if backend(folder) == "zarr" else _zarr(folder)
-    return None if found is None else Evidence(printable(found), _ZARR)
+        file = None if known.alone else _first(files, known.files) or _first(folders, known.folders)
+        if file is not None:
+            return Evidence(printable(file), known.name)
+    file = CONFIG_FILE if backend(folder) == "zarr" else _zarr(folder)
+    return None if file is None else Evidence(printable(file), _ZARR)
 
 
 def unread_beside(folder: Folder) -> list[Problem]:
     """A format in the folder of a checkpoint that is not read."""
-    other = unsupported(folder)
-    if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
-        other = Evidence(printable(file.partition("/")[0]), "Megatron-LM legacy torch")
-    return [] if other is None else [of_format(*other, outside_checkpoint=True)]
+    evidence = unsupported(folder)
+    if (file := legacy_file(folder)) and (recognised := recognise(folder)) and recognised.kind != "megatron-legacy":
+        evidence = Evidence(printable(file.partition("/")[0]), "Megatron-LM legacy torch")
+    return [] if evidence is None else [of_format(*evidence, outside_checkpoint=True)]
 
 
 def backend(folder: Folder) -> str | None:
@@ -60,8 +60,8 @@ def _zarr(folder: Folder) -> str | None:
 def _paddle(folder: Folder) -> Evidence | None:
     """Its payload files are called as DCP's are, so it is asked for before a DCP save that lost its metadata."""
     paddle = next(known for known in world().unread if known.name == "PaddlePaddle")
-    found = _first([name for name in folder.files_beside() if not is_system_file(name)], paddle.files)
-    return None if found is None else Evidence(found, paddle.name)
+    file = _first([name for name in folder.files_beside() if not is_system_file(name)], paddle.files)
+    return None if file is None else Evidence(file, paddle.name)
 
 
 def _any(folder: Folder) -> Evidence | None:

@@ -60,7 +60,7 @@ def read_tag(folder: Folder, look_at_files: bool) -> Tag:
         file, sums = source.file, checksums(source.found)
         inside = file_of(f"{source.found.prefix}.pt")
         if inside is not None and inside.identity != file.identity:
-            same = [other for other in alike[sums][:2] if other != file.name and sums]
+            same = [twin for twin in alike[sums][:2] if twin != file.name and sums]
             tag.statements.other_name(file.name, inside.name, same[0] if same else "")
     copies = tag.statements.elsewhere()
     tag.sources = [source for source in tag.sources if source.label not in copies]
@@ -83,8 +83,8 @@ def count_of(value: Any) -> int:
 def partition_counts(state: dict[Any, Any]) -> tuple[int, ...]:
     """Over how many ranks each group is cut; () where nothing says."""
     counts = state.get("partition_count")
-    found = counts if isinstance(counts, (list, tuple)) else (counts,)
-    return tuple(found) if found and all(map(count_of, found)) else ()
+    per_group = counts if isinstance(counts, (list, tuple)) else (counts,)
+    return tuple(per_group) if per_group and all(map(count_of, per_group)) else ()
 
 
 def version_of(root: dict[Any, Any]) -> str:

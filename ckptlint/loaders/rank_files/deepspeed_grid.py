@@ -248,9 +248,9 @@ def note(tag: Tag, grid_facts: GridFacts) -> None:
         for place, value in values.items():
             if value is not None:
                 things[place].append((value, file.name))
-    for (what, among), found in things.items():
+    for (what, among), stated in things.items():
         text = _counted_lists() if what == "parameters" else _shown
-        tag.statements.note_if_different(what, found, among=among, by=repr, text=text)
+        tag.statements.note_if_different(what, stated, among=among, by=repr, text=text)
     sizes = (("dp", grid_facts.dp, grid_facts.dp_source), ("mp", grid_facts.mp, grid_facts.mp_source))
     for file in tag.files.files:
         for what, size, source_of in sizes:

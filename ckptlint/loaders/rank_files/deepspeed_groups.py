@@ -79,20 +79,20 @@ def _local_experts(tag: Tag) -> dict[str, int]:
 def _part(source: Source, key: str, number: int, index: int, ranks: int, moments: Mapping[str, Any]) -> FlatPart:
     """A file's part of group `number`, with its weights under `key`."""
 
-    def own(key: str) -> Any:
+    def read(key: str) -> Any:
         values = source.state.get(key)
         return values[number] if isinstance(values, list) and number < len(values) else None
 
-    slices, padding, between = own("param_slice_mappings"), own("group_paddings"), own("param_alignment_paddings")
+    slices, padding, between = read("param_slice_mappings"), read("group_paddings"), read("param_alignment_paddings")
     padding = padding if type(padding) is int and padding >= 0 else None
     return FlatPart(
         source.file.name,
         number,
         index,
         ranks,
-        weights=_flat(own(key)),
+        weights=_flat(read(key)),
         moments={what: flat for what, value in moments.items() if (flat := _flat(value)) is not None},
-        slices={str(fqn): found for fqn, value in slices.items() if (found := _slice(value)) is not None}
+        slices={str(fqn): span for fqn, value in slices.items() if (span := _slice(value)) is not None}
         if isinstance(slices, dict)
         else None,
         padding=padding,

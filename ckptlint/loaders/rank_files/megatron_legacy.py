@@ -164,7 +164,7 @@ def _is_state(root: Any) -> bool:
 
 def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
     """The parallel sizes of the job and their source: sizes with a complete grid first, then the most frequent."""
-    stated = [found for rank in ranks if (found := sizes_of(rank.args)) is not None]
+    stated = [job_sizes for rank in ranks if (job_sizes := sizes_of(rank.args)) is not None]
     if not stated:
         return sizes_by_names([rank.folder for rank in ranks]), "the names of the folders"
     # A folder may hold ranks of two jobs. Sizes whose whole grid is here win over more frequent ones: leftovers of a
@@ -259,11 +259,11 @@ class _RankReader:
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
             self.notes.append(Problem("note", names[0], sentence, why=why))
-        are_whole = [self._is_whole(key, copies) for found in self.states.values() for key, copies in found.items()]
+        are_whole = [self._is_whole(key, copies) for by_key in self.states.values() for key, copies in by_key.items()]
         if self.unplaced or not all(are_whole):
             return
-        for what, found in self.states.items():
-            for key, copies in found.items():
+        for what, by_key in self.states.items():
+            for key, copies in by_key.items():
                 self._add(f"optimizer.state.{what}.{key}", key, copies)
 
     def _is_whole(self, key: str, copies: list[_RankTensor]) -> bool:
@@ -308,8 +308,8 @@ class _RankReader:
         first: dict[tuple[tuple[int, int], ...], GridCoordinate] = {}
         for coordinate, rank in list(self.ranks.items()):
             sums = _checksums(rank)
-            if sums and (other := first.setdefault(sums, coordinate)) is not coordinate:
-                self.statements.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
+            if sums and (twin := first.setdefault(sums, coordinate)) is not coordinate:
+                self.statements.other_name(rank.label, self.ranks[twin].folder, self.ranks[twin].label)
                 del self.ranks[coordinate]
                 writers.pop(coordinate, None)
         # A converter writes all files as one rank, and encoders of their own sizes shift the ranks of the rest.
@@ -344,8 +344,8 @@ class _RankReader:
         counts: dict[str, _ByStage] = defaultdict(dict)
         for coordinate, rank in self.ranks.items():
             for chunk, key, _ in _chunks(rank):
-                if (found := layer_of(key)) is not None:
-                    block, number = found
+                if (layer := layer_of(key)) is not None:
+                    block, number = layer
                     layers = counts[block]
                     layers[chunk, coordinate.pp] = max(layers.get((chunk, coordinate.pp), 0), number + 1)
         share = even_share(self.args, self.sizes)
@@ -357,8 +357,8 @@ class _RankReader:
         local = experts // self.sizes.ep if type(experts) is int and experts % self.sizes.ep == 0 else 0
         rank_tensors = {}
         for chunk, key, tensor in _chunks(rank):
-            if (found := layer_of(key)) is not None:
-                block, number = found
+            if (layer := layer_of(key)) is not None:
+                block, number = layer
                 key = with_layer(key, number + offsets.get(block, {}).get((chunk, place.pp), 0))
             rank_tensors[with_global_expert(key, place, local)] = tensor
         return rank_tensors
@@ -548,8 +548,8 @@ def _checksums(rank: _Rank) -> tuple[tuple[int, int], ...]:
     if rank.model is None:
         return ()
     keys = dict.fromkeys(tensor.key for _, _, tensor in _chunks(rank) if len(tensor.shape) > 1)
-    found = checksums(rank.model.found, keys)
-    return found if len(found) == 1 or 2 * len(set(found)) > len(found) else ()
+    sums = checksums(rank.model.found, keys)
+    return sums if len(sums) == 1 or 2 * len(set(sums)) > len(sums) else ()
 
 
 def _entries(root: Any) -> Iterator[tuple[str, dict[Any, Any]]]:

@@ -108,8 +108,8 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
 @fact
 def writer_of(folder: Folder, name: str) -> int | None:
     """The rank that wrote the sharded tensors in a file, -1 where they do not say; None for a file without any."""
-    found = read_file(folder, name, [])
-    values = _values(state_of(found.root) or {}) if found is not None and is_dict(found.root) else ()
+    torch_file = read_file(folder, name, [])
+    values = _values(state_of(torch_file.root) or {}) if torch_file is not None and is_dict(torch_file.root) else ()
     return next(map(_writer, values), None)
 
 
@@ -276,9 +276,9 @@ class _RankReader:
                 inside = f"rank {named[2]} of {named[1]}"
             else:
                 continue
-            other = self.files.get((kind, by)) if by != rank else None
+            original = self.files.get((kind, by)) if by != rank else None
             sums = checksums(file.found)
-            same = other.label if other is not None and sums and checksums(other.found) == sums else ""
+            same = original.label if original is not None and sums and checksums(original.found) == sums else ""
             self.statements.other_name(file.label, inside, same, writer not in (-1, rank))
         self.left_out |= self.statements.elsewhere()
 
@@ -307,7 +307,7 @@ class _RankReader:
             if is_slice and self._agree(fqn, values, files, ("form", "dtype")):
                 lengths = [item.value.shape[0] for item in values]
                 shape = (sum(lengths),)
-                offsets_of_pieces = [(end - own,) for end, own in zip(accumulate(lengths), lengths, strict=True)]
+                offsets_of_pieces = [(end - length,) for end, length in zip(accumulate(lengths), lengths, strict=True)]
             elif not is_slice and self._agree(fqn, values, files):
                 if isinstance(first, StoredDTensor):
                     offsets_of_pieces = self._boxes(fqn, values)

@@ -48,8 +48,8 @@ def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[Commo
     for name in OWN_ENTRIES:
         if name in entries:
             location = entries[name]
-            common, found = _decoded(name, lambda at=location: read_torch_bytes(_record(folder, at)), name)  # type: ignore[misc]
-            problems += found
+            common, entry_problems = _decoded(name, lambda at=location: read_torch_bytes(_record(folder, at)), name)  # type: ignore[misc]
+            problems += entry_problems
             if common is not None:
                 values |= common.values
     return (CommonState("entries " + ", ".join(values), values) if values else None), problems
@@ -75,11 +75,11 @@ def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple
     claims: list[StepClaim] = []
     problems: list[Problem] = []
     for name in sorted(entries)[:_MOST_CLAIMS]:
-        if entries[name][2] > _CLAIM_LIMIT or (found := _entry(folder, name, entries[name], problems)) is None:
+        if entries[name][2] > _CLAIM_LIMIT or (torch_file := _entry(folder, name, entries[name], problems)) is None:
             continue
         path, offset, length = entries[name]
         read = ranges_in(folder.read_range(path, offset, length))
-        if (step := number_in(read, found, found.root)) is not None:
+        if (step := number_in(read, torch_file, torch_file.root)) is not None:
             claims.append(StepClaim(printable(name), step))
     return tuple(claims), problems
 
@@ -92,11 +92,11 @@ def read_numbers(folder: Folder, ckpt: Checkpoint) -> dict[str, int | float]:
         path = ckpt.files[int(ckpt.records.file[entry.record])].path if label else None
         if path is not None and length <= _CLAIM_LIMIT:
             try:
-                found = _entry(folder, entry.fqn, (path, offset, length), [])
+                torch_file = _entry(folder, entry.fqn, (path, offset, length), [])
             except UnreadableError:
                 continue  # the check names it
-            if found is not None and type(found.root) in (int, float):
-                numbers[entry.fqn] = found.root
+            if torch_file is not None and type(torch_file.root) in (int, float):
+                numbers[entry.fqn] = torch_file.root
     return numbers
 
 
@@ -137,10 +137,10 @@ def read_configs(
 
 def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> ModelConfig | None:
     """The arguments that Megatron builds the model from, None where there are none."""
-    found = dict(sources)
-    if common is not None and attributes(found.get("args")):
-        return ModelConfig(common.source, attributes(found["args"]))
-    model = attributes(attributes(found.get("run_config")).get("model"))
+    by_source = dict(sources)
+    if common is not None and attributes(by_source.get("args")):
+        return ModelConfig(common.source, attributes(by_source["args"]))
+    model = attributes(attributes(by_source.get("run_config")).get("model"))
     return ModelConfig(RUN_CONFIG, model) if model else None
 
 
@@ -247,7 +247,7 @@ def _entry(folder: Folder, name: str, location: StoragePlace, problems: list[Pro
     path, offset, length = location
     try:
         data = _record(folder, location)
-        found = read_torch_bytes(data)
+        torch_file = read_torch_bytes(data)
     except (ForeignError, LimitError):
         return None
     except UnreadableError as error:
@@ -257,9 +257,9 @@ def _entry(folder: Folder, name: str, location: StoragePlace, problems: list[Pro
             hint = "copy the file again from where it was written, or go back one step"
             problems.append(Problem("container", label, sentence, hint=hint, fqn=name))
         return None
-    refusals = from_refusals(found.unpickled, name)
+    refusals = from_refusals(torch_file.unpickled, name)
     problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
-    return found
+    return torch_file
 
 
 def _record(folder: Folder, location: StoragePlace) -> bytes:
@@ -276,13 +276,13 @@ def _decoded(
 ) -> tuple[CommonState | None, list[Problem]]:
     """The common state of a file of torch.save, and what stood in the way."""
     try:
-        found = read()
+        torch_file = read()
     except UnreadableError as error:
         return None, [from_error(error, source)]
-    problems = from_torch_file(found, source)
+    problems = from_torch_file(torch_file, source)
     if key is not None:
-        return CommonState(source, {key: found.root}), problems
-    value = found.root[0] if isinstance(found.root, list) and len(found.root) == 1 else found.root
+        return CommonState(source, {key: torch_file.root}), problems
+    value = torch_file.root[0] if isinstance(torch_file.root, list) and len(torch_file.root) == 1 else torch_file.root
     if isinstance(value, dict):
         return CommonState(source, value), problems
     if not problems:

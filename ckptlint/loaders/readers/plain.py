@@ -41,25 +41,25 @@ _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
     """The state in a file that the user named or that is alone; None without weights, or for no file of torch's."""
     try:
-        found = read_torch_file(folder, name)
+        torch_file = read_torch_file(folder, name)
     except UnreadableError as error:
         if isinstance(error, ForeignError) or not (folder.size(name) or may_be_pickle(name)):
             return None
         return read_states(folder, FileSet([name]), look_at_files)  # reports that it is empty, cut or damaged
-    if not holds_weights(found.root):
+    if not holds_weights(torch_file.root):
         return None
     ckpt = read_states(folder, FileSet([name]), look_at_files)
     label = printable(name)
-    optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
+    optimizers = torch_file.root.get("optimizer_states", [torch_file.root.get("optimizer")])
     optimizers = optimizers if isinstance(optimizers, list) else []
     stems = ["optimizer"] if len(optimizers) == 1 else [f"optimizer.{number}" for number in range(len(optimizers))]
     named = zip(optimizers, stems, strict=True)
-    states = [made for state, stem in named if (made := optimizer_in(folder, name, label, found, state, stem))]
+    states = [made for state, stem in named if (made := optimizer_in(folder, name, label, torch_file, state, stem))]
     size = folder.stat(name)[1] or 0
     beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state, _ in states)
-    step = found.root.get("global_step")
+    step = torch_file.root.get("global_step")
     claims = (StepClaim(f"global_step of {label}", step),) if type(step) is int and step >= 0 else ()
-    problems = [*ckpt.problems, *_never_written(folder, label, found.root)]
+    problems = [*ckpt.problems, *_never_written(folder, label, torch_file.root)]
     return replace(ckpt, step_files=beside, claims=claims, problems=problems)
 
 
@@ -108,9 +108,9 @@ def _kinds_of(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weight
     kinds: dict[str, Literal["weights", "nothing readable", "other"]] = {}
     for name in names:
         try:
-            found = read_torch_file(folder, name)
-            is_whole = not _META.fullmatch(name) or _has_square_outputs(found.root)
-            is_model = bool(found.unpickled.refused) or (holds_weights(found.root) and is_whole)
+            torch_file = read_torch_file(folder, name)
+            is_whole = not _META.fullmatch(name) or _has_square_outputs(torch_file.root)
+            is_model = bool(torch_file.unpickled.refused) or (holds_weights(torch_file.root) and is_whole)
             kinds[name] = "weights" if is_model else "other"
         except ForeignError:
             kinds[name] = "other"
@@ -178,8 +178,8 @@ def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Check
     columns = Columns()
 
     def read(number: int, name: str, size: int, problems: list[Problem]) -> bool:
-        found = read_file(folder, name, problems)
-        return found is not None and add_state(columns, number, found, printable(name), problems)
+        torch_file = read_file(folder, name, problems)
+        return torch_file is not None and add_state(columns, number, torch_file, printable(name), problems)
 
     states = read_set(folder, file_set.files, file_set.index, look_at_files, read)
     is_model = not any(name.startswith("adapter_model") for name in states.names)

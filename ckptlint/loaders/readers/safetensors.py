@@ -80,48 +80,48 @@ def groups(folder: Folder) -> list[ModelFiles]:
     Source: transformers and diffusers (`model.safetensors.index.json`, variants);
     torch.distributed.checkpoint._hf_utils
     """
-    found: dict[str, ModelFiles] = {}
+    by_stem: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
     names = [name for name in folder.files_beside() if not _FRAGMENT.fullmatch(name) and not is_system_file(name)]
     for name in names:
         if match := SHARD.fullmatch(name):
-            found.setdefault("shard-", ModelFiles(label="shard-*.safetensors", sharded=True)).files.append(name)
+            by_stem.setdefault("shard-", ModelFiles(label="shard-*.safetensors", sharded=True)).files.append(name)
         elif match := NUMBERED.fullmatch(name):
             stem = match["stem"] + (match["variant"] or "")
-            found.setdefault(stem, ModelFiles(label=f"{stem}-*.safetensors")).files.append(name)
+            by_stem.setdefault(stem, ModelFiles(label=f"{stem}-*.safetensors")).files.append(name)
         elif match := _INDEX.fullmatch(name):
             single.setdefault(f"{match['stem']}{match['variant'] or ''}", name)
     lone = [n for n in names if n.endswith(".safetensors") and not (SHARD.fullmatch(n) or NUMBERED.fullmatch(n))]
     for stem, index in single.items():
-        if stem not in found:
+        if stem not in by_stem:
             alone = [name for name in lone if name == f"{stem}.safetensors"]
             # an index beside files of other names describes all of them, but for adapters
             files = alone or [name for name in lone if not _ADAPTER.fullmatch(name)] * (len(single) == 1)
-            found[stem] = ModelFiles(files, label=index)
+            by_stem[stem] = ModelFiles(files, label=index)
             lone = [name for name in lone if name not in files]
-        found[stem].index = index
+        by_stem[stem].index = index
     for name in lone:
         # names that differ in numbers alone may be parts of one model: no part is judged as a whole
         pattern = _DIGITS.sub("*", name)
-        found.setdefault(pattern, ModelFiles(label=name)).files.append(name)
-    indexed = [group for group in found.values() if group.index]
-    for group in indexed if len(found) > len(indexed) else ():
+        by_stem.setdefault(pattern, ModelFiles(label=name)).files.append(name)
+    indexed = [group for group in by_stem.values() if group.index]
+    for group in indexed if len(by_stem) > len(indexed) else ():
         named = _named_files(folder, group.index)
-        for other in found.values():
-            if not other.index:
-                group.files += [name for name in other.files if name in named]
-                other.files = [name for name in other.files if name not in named]
+        for candidate in by_stem.values():
+            if not candidate.index:
+                group.files += [name for name in candidate.files if name in named]
+                candidate.files = [name for name in candidate.files if name not in named]
     if len(indexed) == 1 and folder.has(MODEL_CONFIG):
-        others = [group for group in found.values() if not (group.index or group.sharded)]
+        others = [group for group in by_stem.values() if not (group.index or group.sharded)]
         left_out = _left_out(folder, indexed[0], [name for group in others for name in group.files])
         indexed[0].files += left_out
-        for other in others:
-            other.files = [name for name in other.files if name not in left_out]
-    found = {key: group for key, group in found.items() if group.files or group.index}
-    for group in found.values():
+        for candidate in others:
+            candidate.files = [name for name in candidate.files if name not in left_out]
+    by_stem = {key: group for key, group in by_stem.items() if group.files or group.index}
+    for group in by_stem.values():
         if len(group.files) > 1 and group.label == group.files[0]:
             group.label = _DIGITS.sub("*", group.label)
-    return sorted(found.values(), key=lambda group: (not group.label.startswith("model"), group.label))
+    return sorted(by_stem.values(), key=lambda group: (not group.label.startswith("model"), group.label))
 
 
 def _named_files(folder: Folder, index: str) -> frozenset[str]:
@@ -190,11 +190,11 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
     shards: set[int] = set()
 
     def read(number: int, name: str, size: int, problems: list[Problem]) -> bool:
-        found = _rows(folder, name, size, number, group, problems)
-        if found is not None:
-            rows.extend(found[0])
-            shards.update([number] * found[1])
-        return found is not None
+        contents = _rows(folder, name, size, number, group, problems)
+        if contents is not None:
+            rows.extend(contents[0])
+            shards.update([number] * contents[1])
+        return contents is not None
 
     states = read_set(folder, group.files, group.index, look_at_files, read)
     names, label, partial = states.names, states.label, states.partial_because
@@ -330,10 +330,10 @@ def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
             values: dict[str, Any] = {}
             with suppress(UnreadableError, LimitError):  # that it is there says that something is declared
                 values = read_model_config(folder, name)
-            own = values.get("quantization")
-            found = {"quant_method": method, **(own if isinstance(own, dict) else values), "_file": name}
-            found = {**stated, "_beside": found} if isinstance(stated, dict) and stated else found
-            return ModelConfig(config.file, {**config.values, place: found})
+            section = values.get("quantization")
+            quantisation = {"quant_method": method, **(section if isinstance(section, dict) else values), "_file": name}
+            quantisation = {**stated, "_beside": quantisation} if isinstance(stated, dict) and stated else quantisation
+            return ModelConfig(config.file, {**config.values, place: quantisation})
     return config
 
 

@@ -50,18 +50,18 @@ def weight_sets(folder: Folder) -> list[FileSet]:
 
     Source: transformers (WEIGHTS_NAME, WEIGHTS_INDEX_NAME), diffusers, peft, accelerate
     """
-    names, found = _names(folder), dict[str, FileSet]()
+    names, sets = _names(folder), dict[str, FileSet]()
     matches = [(name, match) for name in names if (match := _WEIGHTS.fullmatch(name))]
     for name, match in matches:
         key = match["stem"] + (match["variant"] or "") + ("-" if match["part"] else "")
-        found.setdefault(key, FileSet()).files.append(name)
+        sets.setdefault(key, FileSet()).files.append(name)
     for name in names:
         if match := _INDEX.fullmatch(name):
             key = match["stem"] + (match["variant"] or "")
-            file_set = found.get(f"{key}-") or found.setdefault(key, FileSet())
+            file_set = sets.get(f"{key}-") or sets.setdefault(key, FileSet())
             file_set.index = name
     return sorted(
-        found.values(), key=lambda file_set: not file_set.files[:1] or not file_set.files[0].startswith("pytorch_model")
+        sets.values(), key=lambda file_set: not file_set.files[:1] or not file_set.files[0].startswith("pytorch_model")
     )
 
 
@@ -110,9 +110,9 @@ def flat_sets(folder: Folder) -> list[FileSet]:
     last
     """
     named = [(*flat_name(name), name) for name in _names(folder)]
-    found = grouped((save, (rank, name)) for save, rank, name in named if save)
-    newest = sorted(found, key=lambda save: ("final" in save, len(save), save), reverse=True)
-    return [FileSet([name for _, name in sorted(found[save])]) for save in newest]
+    by_save = grouped((save, (rank, name)) for save, rank, name in named if save)
+    newest = sorted(by_save, key=lambda save: ("final" in save, len(save), save), reverse=True)
+    return [FileSet([name for _, name in sorted(by_save[save])]) for save in newest]
 
 
 _NAMES = (
@@ -145,5 +145,5 @@ def file_of(name: str) -> RankFile | None:
 
 def deepspeed_sets(folder: Folder) -> list[FileSet]:
     """What DeepSpeed's engine writes into the folder of a tag."""
-    found = [name for name in _names(folder) if file_of(name) is not None]
-    return [FileSet(found)] if found else []
+    files = [name for name in _names(folder) if file_of(name) is not None]
+    return [FileSet(files)] if files else []

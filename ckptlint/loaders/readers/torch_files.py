@@ -49,7 +49,7 @@ class Columns:
         fqn: str,
         tensor: StoredTensor,
         file: int,
-        found: TorchFile,
+        torch_file: TorchFile,
         shape: tuple[int, ...] | None = None,
         offsets: tuple[int, ...] | None = (),
         is_flat: bool = False,
@@ -58,7 +58,7 @@ class Columns:
         """A tensor in the file of this number; attributes of `Row` that are not given are the tensor's own."""
         if shape is None:
             shape, offsets = tensor.shape, None if offsets is None else (0,) * len(tensor.shape)
-        place = found.storages.get(tensor.key, _NOWHERE)
+        place = torch_file.storages.get(tensor.key, _NOWHERE)
         span = _span(tensor, place)
         self.rows.append(Row(fqn, dtype or tensor.dtype, shape, offsets, tensor.shape, file, *span, is_flat))
         self.places.append(place)
@@ -125,18 +125,18 @@ class SetFiles:
         file, size = looked_at(self.folder, path, self.look_at_files)
         self.stored.append(file)
         label = file.name
-        found = None if size is None else read_file(self.folder, path, self.problems)
-        if found is not None and not is_that(found.root):
+        torch_file = None if size is None else read_file(self.folder, path, self.problems)
+        if torch_file is not None and not is_that(torch_file.root):
             self.problems.append(damaged(label, f"{label} holds no {holds}"))
-            found = None
-        self.files.append(RankFile(label, kind, numbers, found is not None))
-        if found is None:
+            torch_file = None
+        self.files.append(RankFile(label, kind, numbers, torch_file is not None))
+        if torch_file is None:
             return None
-        groups = [(place, settings_of(group)) for place, group in param_groups_in(label, found.root)]
+        groups = [(place, settings_of(group)) for place, group in param_groups_in(label, torch_file.root)]
         kinds = {(repr(group.get("step")), *map(str, group)) for _, group in groups if group["params"] != []}
         if not self.param_groups or len(kinds) > 1:  # those of all ranks have the same settings
             self.param_groups += groups
-        return OpenedFile(self.files[-1], len(self.stored) - 1, found)
+        return OpenedFile(self.files[-1], len(self.stored) - 1, torch_file)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
         """The checkpoint that the files make, with further attributes of it."""
@@ -190,7 +190,7 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
     """A torch file; None, and a problem, where it cannot be read or nothing of it is left."""
     label = printable(name)
     try:
-        found = read_torch_file(folder, name)
+        file = read_torch_file(folder, name)
     except LimitError as error:
         problems.append(from_error(error, label))
         return None
@@ -200,9 +200,9 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
     except UnreadableError as error:
         problems.append(damaged(label, f"{label} {error}", error.position))
         return None
-    problems += [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, label, "data.pkl of ")]
-    problems += [damaged(label, f"{label} {sentence}", at) for sentence, at in found.faults]
-    return None if found.unpickled.root is None else found
+    problems += [replace(problem, blocks=False) for problem in from_refusals(file.unpickled, label, "data.pkl of ")]
+    problems += [damaged(label, f"{label} {sentence}", at) for sentence, at in file.faults]
+    return None if file.unpickled.root is None else file
 
 
 def damaged(file: str, sentence: str, position: int | None = None) -> Problem:

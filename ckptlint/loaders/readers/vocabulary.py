@@ -37,22 +37,22 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     names = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.stat(name)[0] in READABLE]
     names = [name for name in names if name not in _SLOW or _TOKENIZER not in names]
     has_table = names and any(is_token_table(parse(name)) for name in ckpt.tensors)
-    found = TokenFiles()
+    token_files = TokenFiles()
     for name in names if has_table else ():
         try:
             if name != GENERATION_CONFIG:
                 highest = isolated(partial(highest_tokens, folder, name), folder.size(name))
-                found = found._replace(highest=tuple(nlargest(_SHOWN, {*found.highest, *highest})))
+                token_files = token_files._replace(highest=tuple(nlargest(_SHOWN, {*token_files.highest, *highest})))
             else:
                 values = isolated(partial(read_model_config, folder, name), folder.size(name))
-                found = found._replace(generation=ModelConfig(name, values))
+                token_files = token_files._replace(generation=ModelConfig(name, values))
         except ForeignError as error:
             ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, f"the token ids in {name}, since it {error}"))
         except (LimitError, UnreadableError) as error:
             why = "a load of the model fails at it, or takes other tokens"
             unread = Problem("unread", name, f"{name} {error}", why=why)
             ckpt = replace(ckpt, problems=[*ckpt.problems, unread])
-    return replace(ckpt, token_files=found)
+    return replace(ckpt, token_files=token_files)
 
 
 def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, str], ...]:
@@ -91,11 +91,11 @@ def _without_merges(text: bytes) -> bytes:
 
 def _highest(document: dict[str, Any]) -> tuple[tuple[int, str], ...]:
     vocab = (document.get("model") or {}).get("vocab") or {}
-    found: dict[int, str] = {}
+    tokens: dict[int, str] = {}
     if isinstance(vocab, list):
-        found = {number: vocab[number][0] for number in range(len(vocab))[-_SHOWN:]}
+        tokens = {number: vocab[number][0] for number in range(len(vocab))[-_SHOWN:]}
     else:
         highest = set(nlargest(_SHOWN, (number for number in vocab.values() if is_size(number))))
-        found = {number: token for token, number in vocab.items() if number in highest}
-    found |= {token["id"]: token["content"] for token in document.get("added_tokens") or () if is_size(token["id"])}
-    return tuple((number, printable(str(found[number]))) for number in nlargest(_SHOWN, found))
+        tokens = {number: token for token, number in vocab.items() if number in highest}
+    tokens |= {token["id"]: token["content"] for token in document.get("added_tokens") or () if is_size(token["id"])}
+    return tuple((number, printable(str(tokens[number]))) for number in nlargest(_SHOWN, tokens))

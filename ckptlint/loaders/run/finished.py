@@ -36,8 +36,8 @@ _MOST_RANKS = 2**31
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
     """Whether a step, or each of its parts, has what its layout writes last."""
-    found = recognise(step)
-    state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
+    recognised = recognise(step)
+    state: StepState = recognised.layout.state(step) if recognised else "unknown" if step.entries else "unfinished"
     if state == "unfinished" or _marks(step) or any(_lacking(step)) or any(bare_parts(step)):
         return "unfinished"
     if state == "complete":
@@ -96,19 +96,19 @@ def _is_named_by(mark: Mark, name: str) -> bool:
 
 def missing_parts(folder: Folder) -> list[Problem]:
     """A file written last that is lost or names what the folder lacks, parts without weights, what older steps have."""
-    found, bare = list(_lacking(folder)), list(bare_parts(folder))
+    lacking, bare = list(_lacking(folder)), list(bare_parts(folder))
     whole = folder if folder.parent is None else folder.parent.sub(folder.name)  # a view hides other models
     files, holders = lacking_files(whole, _steps_before(folder))
-    files = [name for name in files if name not in {label for label, *_ in found}]
+    files = [name for name in files if name not in {label for label, *_ in lacking}]
     hollow = _hollow(folder)
-    other = other_step(folder) if found or bare or files or hollow else ""
-    hint = other or "copy it from where it was written, or use another step"
-    problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
+    advice = other_step(folder) if lacking or bare or files or hollow else ""
+    hint = advice or "copy it from where it was written, or use another step"
+    problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in lacking]
     if files:
         sentence = f"the step has no {join_words(files, 'or')}, which {holders}"
         why = "a load fails, or a resume goes on without it and says so at most in a log"
         copied = "copy what is missing from where it was written, or ignore this if it is no longer saved"
-        lost = Problem("incomplete", files[0], sentence, why=why, hint=other or copied, outside_checkpoint=True)
+        lost = Problem("incomplete", files[0], sentence, why=why, hint=advice or copied, outside_checkpoint=True)
         problems.append(lost)
     scheduler = _without_optimizer(folder)
     if scheduler and not any("optim" in name for name in files):
@@ -129,7 +129,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
         why = f"{part.named_by}, so the save or the copy lost the weights of this part"
-        hint = other or "copy the weights from where they were written"
+        hint = advice or "copy the weights from where they were written"
         problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint))
     return problems
 
@@ -154,7 +154,7 @@ def _hollow(step: Folder) -> list[str]:
     """The folders of parts in which nothing lies, printable, of a step that is not whole by itself."""
     if step.is_one_file or not (is_part(step.name) or step_number(step.name) is not None):
         return []
-    if (found := recognise(step)) is not None and found.layout.state(step) == "complete":
+    if (recognised := recognise(step)) is not None and recognised.layout.state(step) == "complete":
         return []
     return [printable(name) for name in step.folders() if is_part(name) and _is_empty(step, name)]
 
@@ -192,7 +192,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             name
             for pattern, name in first.items()
             if pattern not in there
-            and all(pattern in other for other in others)
+            and all(pattern in names for names in others)
             and (others or _is_in_all(name, beside) or _is_of_lost_folder(name, step, beside))
             and not is_judged_alone.get(name)
         ]
@@ -270,7 +270,7 @@ def _is_of_lost_folder(path: str, step: Folder, beside: Iterable[str]) -> bool:
     folder, _, name = path.rpartition("/")
     if not folder or is_part(folder) or (folder in step.folders() and not _is_empty(step, folder)):
         return False
-    is_export = any(_holds_weights(other) for other in beside if other.startswith(f"{folder}/"))
+    is_export = any(_holds_weights(file) for file in beside if file.startswith(f"{folder}/"))
     family = family_of(name)
     return family is not None and family.content == "pickle" and not is_export and f"{folder}/{CONFIG}" not in beside
 

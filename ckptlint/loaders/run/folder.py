@@ -66,21 +66,21 @@ def read_run(folder: Folder) -> RunFolder | None:
 
 def _step_folder(folder: Folder) -> Folder | None:
     """The step that a folder is, or is in as a part; a number alone may be a year."""
-    found: Folder | None = None
+    step: Folder | None = None
     for level in range(_LEVELS):
         if is_named_step(folder.name):
             like = steps_like(folder.name)
             is_step = like is None or not like[1].tracked or len(folder.name) >= len(like[0]) + like[1].digits
-            if found is not None or not is_step:
-                return folder if is_step else found
-            found = folder
+            if step is not None or not is_step:
+                return folder if is_step else step
+            step = folder
         elif not is_part(folder.name) or level == _LEVELS - 1:
-            return found
+            return step
         above = folder.parent
-        if above is None or (found is folder and not is_part(above.name)):
-            return found
+        if above is None or (step is folder and not is_part(above.name)):
+            return step
         folder = above
-    return found
+    return step
 
 
 def step_before(folder: Folder) -> CheckpointPlace | None:
@@ -167,8 +167,8 @@ def read_train_state(folder: Folder, name: str) -> tuple[int | None, list[Proble
     if not folder.has(name):
         return None, []
     try:
-        found = read_torch_file(folder, name)
+        torch_file = read_torch_file(folder, name)
     except UnreadableError as error:
         return None, [from_error(error, name)]
-    value = found.root.get("step") if isinstance(found.root, dict) else None
-    return number_in(ranges_of(folder, name), found, value), from_torch_file(found, name)
+    value = torch_file.root.get("step") if isinstance(torch_file.root, dict) else None
+    return number_in(ranges_of(folder, name), torch_file, value), from_torch_file(torch_file, name)

@@ -200,19 +200,19 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> tuple[list[_File], ...]
     plain = [name for name in unclaimed if is_plain(name) and whole.folder.has(name)]  # rules of payload report them
     listed += [_File(whole.folder, name, name, None, whole.folder.size(name), is_below=True) for name in plain]
     below = [*_below(listed, whole)]
-    found = [
+    all_files = [
         replace(item, is_read=item.label in read and not item.what)
         for item in [*listed, *below]
         # of a DCP checkpoint a loader has read the metadata, that of single ranks too
         if not {item.label, f"{item.label}/"} & taken and not (is_dcp and RANK_METADATA.fullmatch(item.label))
     ]
-    files, late = _with_content(found)
+    files, late = _with_content(all_files)
     wanted = [item for item in files if item.is_opened]
     shut = {item: None for item in files if item.what and item.is_wanted}
     shut |= {item: None for item in wanted if item.folder.stat(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
-    return found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")]
+    return all_files, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")]
 
 
 def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
@@ -441,7 +441,7 @@ def _read(item: _File) -> _Read:
     optimizer, step = made or (None, _step(item, root))
     # of what is inside nobody compares checksums
     file = replace(item.reported("unknown" if is_inside else "read", step), optimizer=optimizer)
-    problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
+    problems = [problem for torch_file in files for problem in from_torch_file(torch_file, item.label, why=_RESUME)]
     return file, [replace(problem, blocks=False) for problem in problems]
 
 
@@ -505,7 +505,7 @@ def _inside(item: _File, content: FileContent) -> list[TorchFile]:
                     if file_content(pickled.read(HEAD)) != "archive":
                         raise
     except UnreadableError as error:
-        if not any(found.unpickled.refused for found in inside):
+        if not any(torch_file.unpickled.refused for torch_file in inside):
             raise _NotToItsEndError(str(error), error.position) from None
     return inside
 

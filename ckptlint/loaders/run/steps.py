@@ -181,18 +181,18 @@ def components(folder: Folder) -> list[CheckpointPlace]:
 
     A folder holds several where safetensors of one model lie beside those of another, or beside a DCP checkpoint.
     """
-    found = groups(folder)
-    if not found:
+    models = groups(folder)
+    if not models:
         return [CheckpointPlace.at(folder)] if recognise(folder) else []
-    weights = [name for group in found for name in (*group.files, group.index)]
+    weights = [name for group in models for name in (*group.files, group.index)]
     rest = folder.without(weights, "")
-    other = recognise(rest)
+    recognised = recognise(rest)
     # of a model that is there in both forms loaders take the safetensors
-    parts = [rest] if other is not None and other.kind not in ("unsupported", "torch", "lost") else []
-    if not parts and len(found) == 1:
+    parts = [rest] if recognised is not None and recognised.kind not in ("unsupported", "torch", "lost") else []
+    if not parts and len(models) == 1:
         return [CheckpointPlace.at(folder)]
     described = [name for name in (folder.files() if parts else ()) if is_dcp_file(name)]
-    for group in found:
+    for group in models:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))
     return [CheckpointPlace.at(parts[0]), *map(CheckpointPlace, parts[1:])]

@@ -39,19 +39,19 @@ def decode(pickles: Sequence[bytes]) -> list[Decoded]:
 
 def _one(data: bytes) -> Decoded:
     try:
-        found = read_state(data)
+        unpickled = read_state(data)
     except UnreadableError as error:
         return Decoded(None, error=error)
-    content = None if found.root is None and found.refused else root_content(found.root)
-    return Decoded(content, Unpickled(None, found.refused, found.unknown))
+    content = None if unpickled.root is None and unpickled.refused else root_content(unpickled.root)
+    return Decoded(content, Unpickled(None, unpickled.refused, unpickled.unknown))
 
 
 def root_content(root: Any) -> RecordContent:
     """The root of a record's pickle in words."""
     if isinstance(root, Opaque):
-        found = stored_tensor(root)
-        if found is not None:
-            return record_content(found)
+        tensor = stored_tensor(root)
+        if tensor is not None:
+            return record_content(tensor)
         shape, strides = subclass_form(root)
         return RecordContent("subclass", shape=shape, strides=strides)
     length = len(root) if isinstance(root, list) else -1

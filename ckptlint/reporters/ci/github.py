@@ -22,8 +22,8 @@ def render(report: Report, style: Style) -> str:
         return ""
     lines = [_command("error", {"title": "ckptlint"}, sentence) for sentence in report.unread]
     for severity, command in _COMMANDS.items():
-        found = [(part, group) for part in report.checkpoints for group in part.groups]
-        annotations = [_annotation(command, part, group) for part, group in found if group.lead.severity == severity]
+        pairs = [(part, group) for part in report.checkpoints for group in part.groups]
+        annotations = [_annotation(command, part, group) for part, group in pairs if group.lead.severity == severity]
         if len(annotations) > SHOWN:
             more = f"{plural(len(annotations) - SHOWN + 1, f'more {command}')}: the log of this step lists them"
             annotations.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))

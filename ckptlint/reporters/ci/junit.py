@@ -83,8 +83,8 @@ def _text(part: CheckpointReport, groups: list[FindingGroup], style: Style) -> s
 
 def _count(element: ET.Element, suites: list[ET.Element]) -> None:
     cases = [case for suite in suites for case in suite.findall("testcase")]
-    found = Counter(child.tag for case in cases for child in case)
-    totals = {"tests": len(cases), "failures": found["failure"], "errors": found["error"], "skipped": found["skipped"]}
+    tags = Counter(child.tag for case in cases for child in case)
+    totals = {"tests": len(cases), "failures": tags["failure"], "errors": tags["error"], "skipped": tags["skipped"]}
     element.attrib |= {name: str(count) for name, count in totals.items()}
 
 
@@ -94,4 +94,4 @@ def _time(seconds: float) -> str:
 
 def _legal(text: str) -> str:
     """The text with what XML 1.0 cannot hold, not even escaped, as a visible escape."""
-    return _FORBIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+    return _FORBIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)

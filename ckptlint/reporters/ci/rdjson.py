@@ -18,9 +18,9 @@ def render(report: Report, style: Style) -> str:
 
     Source: reviewdog, proto/rdf/reviewdog.proto: DiagnosticResult
     """
-    found = [_diagnostic(sentence, ".", "ERROR", "unread") for sentence in report.unread]
-    found += [_of_group(part, group) for part in report.checkpoints for group in part.groups]
-    return json.dumps({"source": {"name": "ckptlint"}, "diagnostics": found}, indent=2) + "\n"
+    diagnostics = [_diagnostic(sentence, ".", "ERROR", "unread") for sentence in report.unread]
+    diagnostics += [_of_group(part, group) for part in report.checkpoints for group in part.groups]
+    return json.dumps({"source": {"name": "ckptlint"}, "diagnostics": diagnostics}, indent=2) + "\n"
 
 
 def _of_group(part: CheckpointReport, group: FindingGroup) -> dict[str, Any]:

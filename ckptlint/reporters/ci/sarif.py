@@ -184,7 +184,7 @@ def _chunks(ckpt: Checkpoint, base: str, group: FindingGroup) -> list[dict[str, 
         return []
     grid = make_grid(finding.at.tensor, finding.at.region) if finding.at.region else None
     letters = {} if grid is None else grid.legend
-    found: list[dict[str, Any]] = []
+    locations: list[dict[str, Any]] = []
     for row in islice(dict.fromkeys([*finding.at.rows, *letters]), _CHUNK_LIMIT):
         record = int(finding.at.tensor.chunks.record[row])
         if record >= 0:
@@ -193,8 +193,8 @@ def _chunks(ckpt: Checkpoint, base: str, group: FindingGroup) -> list[dict[str, 
             if region := _bytes(start, length):
                 place["region"] = region
             text = f"chunk {letters.get(row, row)}: {finding.at.tensor.tiling.box(row)}"
-            found.append({"physicalLocation": place, "message": {"text": text}})
-    return found
+            locations.append({"physicalLocation": place, "message": {"text": text}})
+    return locations
 
 
 def _bytes(start: int, length: int) -> dict[str, int]:

@@ -70,7 +70,7 @@ def values_as_text(values: Values, style: Style) -> str:
 def groups_of(values: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
     """What tensors have to do with each other, in words, with the groups that are alike, and how many are left out."""
     # of two steps of a run, the weights that moved are left to the table, and the state of the job is one group
-    moved = {one.fqn for one in values.movements if one.change}
+    moved = {movement.fqn for movement in values.movements if movement.change}
     for relation, words in _WORDS.items():
         members = [m for m in values.matches if m.relation == relation and not (m.old and m.old[0] in moved)]
         state: list[str] = []
@@ -133,30 +133,30 @@ def _lines(words: str, members: list[Match], values: Values, style: Style) -> li
     return lines
 
 
-def values_verdict(found: Values) -> tuple[str, str, bool]:
+def values_verdict(values: Values) -> tuple[str, str, bool]:
     """`Proven`, `Not proven`, or `Moved` for two steps of a run; the rest of the sentence; whether nothing is wrong."""
-    count, whole = found.proven
-    merged = sum(len(match.old) for match in found.matches if match.relation == "merged")
-    if found.exit_code == 0 and merged:
+    count, whole = values.proven
+    merged = sum(len(match.old) for match in values.matches if match.relation == "merged")
+    if values.exit_code == 0 and merged:
         return "Proven", f"NEW is OLD with the adapter merged in: {merged:,} merged, {count - merged:,} equal.", True
-    if found.exit_code == 0:
+    if values.exit_code == 0:
         return "Proven", f"{plural(count, 'tensor')} of {whole:,} {verb(count, 'holds')} the same values.", True
-    moved = {one.fqn: one.change for one in found.movements if one.change}
-    lacking = [match for match in found.matches if not match.is_proven and not _is_of_training(match, moved)]
+    moved = {movement.fqn: movement.change for movement in values.movements if movement.change}
+    lacking = [match for match in values.matches if not match.is_proven and not _is_of_training(match, moved)]
     orders = ("reordered", "joined", "split", "transposed")
     kinds = Counter("order" if match.relation in orders else match.relation for match in lacking)
-    kinds["absent"] *= bool(found.lone) or count < whole
+    kinds["absent"] *= bool(values.lone) or count < whole
     rest = [
-        f"{kinds[kind]:,} {one if kinds[kind] == 1 else more} {text}".rstrip()
-        for kind, (one, more, text) in _REST.items()
+        f"{kinds[kind]:,} {singular if kinds[kind] == 1 else more} {text}".rstrip()
+        for kind, (singular, more, text) in _REST.items()
         if kinds[kind]
     ]
     if moved:
-        strays = len(astray(found.movements))
+        strays = len(astray(values.movements))
         far = f"by {change_text(median(moved.values()))} of their norm in the median"
         if strays:
             rest.insert(0, f"{strays:,} {verb(strays, 'does')} not continue the old step")
-        some = f"{len(moved):,} of {plural(len(found.movements), 'weight')}, {far}"
+        some = f"{len(moved):,} of {plural(len(values.movements), 'weight')}, {far}"
         return "Moved", "; ".join([some, *rest]) + ".", not rest
     hold = verb(count, "holds")
     return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}.", False
@@ -181,11 +181,15 @@ def values_as_json(values: Values, paths: tuple[str, str]) -> str:
         "lone": list(values.lone),
         "matches": [match.as_dict() for match in values.matches],
         "moved": [
-            {"tensor": one.fqn, "layer": one.layer, "change": one.change, "cosine": one.cosine}
-            | {"continues": one not in strays}
-            for one in values.movements
-            if one.change
+            {"tensor": movement.fqn, "layer": movement.layer, "change": movement.change, "cosine": movement.cosine}
+            | {"continues": movement not in strays}
+            for movement in values.movements
+            if movement.change
         ],
-        "did_not_move": [{"tensor": one.fqn, "trained": one.is_trained} for one in values.movements if not one.change],
+        "did_not_move": [
+            {"tensor": movement.fqn, "trained": movement.is_trained}
+            for movement in values.movements
+            if not movement.change
+        ],
     }
     return json.dumps(document, indent=2) + "\n"

@@ -70,14 +70,14 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
 def contents_json(checkpoints: Sequence[Checkpoint], pattern: str | None, ranks: bool) -> str:
     """The same as JSON; with a glob every chunk of the tensors that match, with `ranks` who holds what."""
     if regions := _region(checkpoints, pattern):
-        found = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region.as_json(part)} for part in regions]
+        documents = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region.as_json(part)} for part in regions]
     else:
         _demand_match(checkpoints, pattern)
-        found = [
+        documents = [
             _checkpoint(ckpt, pattern) | ({"ranks": by_rank.as_json(rank_contents_of(ckpt))} if ranks else {})
             for ckpt in checkpoints
         ]
-    return inert(json.dumps({"schema": SCHEMA, "checkpoints": found}, indent=2) + "\n", JSON_ESCAPE)
+    return inert(json.dumps({"schema": SCHEMA, "checkpoints": documents}, indent=2) + "\n", JSON_ESCAPE)
 
 
 def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[region.StoredRegion]:
@@ -277,13 +277,13 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
 
 def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[str]]]:
     """One tensor of each look with the names of all that share it: role, cuts and files."""
-    found: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
+    by_look: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
     for tensor in tensors:
         rows = tensor.chunks.record
         files = np.where(rows < 0, -1, ckpt.records.file[rows]) if len(ckpt.records) else rows
         look = role(tensor.fqn), tensor.dtype, tensor.global_shape, id(tensor.tiling), files.tobytes()
-        found.setdefault(look, (tensor, []))[1].append(tensor.fqn)
-    return list(found.values())
+        by_look.setdefault(look, (tensor, []))[1].append(tensor.fqn)
+    return list(by_look.values())
 
 
 def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:

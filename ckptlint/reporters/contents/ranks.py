@@ -54,7 +54,7 @@ def matrix(contents: RankContents, style: Style) -> Iterator[str]:
         for label, rows in shown:
             cells = cells_of(contents, rows[0], [run and [band[i] for i in run] for run in places])
             used.update(cells)
-            drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), "".join(marks[cell] for cell in cells))
+            drawn = re.sub(r"[!%/]+", lambda match: style.lost(match[0]), "".join(marks[cell] for cell in cells))
             size, *shares = sizes_of(contents, rows)
             sizes = f" {size:>10}{''.join(f'{share:>7}' for share in shares)}"
             yield f"{label:<{side}}  {drawn}{sizes * is_last}".rstrip()
@@ -196,7 +196,7 @@ def _sections(columns: Sequence[Column], room: int, in_words: bool) -> tuple[lis
     names = [*dict.fromkeys(name for name, _, _ in kinds)]
     others = sum(place != "layer" for _, place, _ in kinds)
     per = ceil(most / max(room - others - 2 * len(names), len(names))) or 1
-    found = []
+    sections = []
     for name in names:
         head, runs = "", list[Run | None]()
         for _, place, block in (kind for kind in kinds if kind[0] == name):
@@ -215,8 +215,8 @@ def _sections(columns: Sequence[Column], room: int, in_words: bool) -> tuple[lis
             name_of = block if len(layers) > 1 else block.rpartition(".")[2]
             span = f"{name_of} {ranges(layers[block])}".ljust(len(marks))
             head += span if in_words else (first + last.rjust(len(marks) - len(first)))[: len(marks)]
-        found.append((name, head, runs))
-    return found, per
+        sections.append((name, head, runs))
+    return sections, per
 
 
 def _wide(section: Section, title: int) -> int:

@@ -67,9 +67,9 @@ def _left_out(tensor: Tensor, region: Box, rows: IntArray) -> Coverage:
     low, high = np.array(region.offsets, np.int64), np.array(region.ends, np.int64)
     starts = np.maximum(tiling.offsets[rows], low)
     ends = np.minimum(tiling.offsets[rows] + tiling.sizes[rows], high)
-    found = Tiling(region.sizes, starts - low, ends - starts, tiling.budget).coverage
-    shifted = (Box(tuple(map(add, box.offsets, region.offsets)), box.sizes) for box in found.missing)
-    return replace(found, missing=tuple(shifted))
+    coverage = Tiling(region.sizes, starts - low, ends - starts, tiling.budget).coverage
+    shifted = (Box(tuple(map(add, box.offsets, region.offsets)), box.sizes) for box in coverage.missing)
+    return replace(coverage, missing=tuple(shifted))
 
 
 def parse_region(tensor: Tensor, slices: str) -> Box:
@@ -80,7 +80,7 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
         items[at : at + 1] = [":"] * (len(shape) - len(items) + 1)
     if len(items) > len(shape):
         raise ConfigError(f"{tensor.fqn} has {plural(len(shape), 'dim')}, and [{slices}] has {len(items)}")
-    found = []
+    spans = []
     for axis, (size, item) in enumerate(zip(shape, [*items, *[":"] * (len(shape) - len(items))], strict=True)):
         match = _ITEM.fullmatch(item.strip())
         if match is None or not (match[1] or match[2]):
@@ -91,8 +91,8 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
         if not 0 <= start < stop <= size:
             what = "outside" if not 0 <= start <= stop <= size or start == size else "an empty slice of"
             raise ConfigError(f"{item} is {what} dim {axis} of {tensor.fqn}, which has {plural(size, 'element')}")
-        found.append((start, stop - start))
-    return Box(tuple(start for start, _ in found), tuple(size for _, size in found))
+        spans.append((start, stop - start))
+    return Box(tuple(start for start, _ in spans), tuple(size for _, size in spans))
 
 
 def as_text(stored: StoredRegion) -> Iterator[str]:

@@ -111,11 +111,11 @@ def chunks_text(tensors: Sequence[Tensor]) -> str:
     counts, cuts = {*map(chunk_count, tensors)}, {*map(degrees, tensors)}
     if len(counts) > 1:
         return f"{min(counts):,} to {max(counts):,}"
-    (count,), found = counts, cuts.pop()
-    if count == 1 or cuts or not found:
+    (count,), intervals = counts, cuts.pop()
+    if count == 1 or cuts or not intervals:
         return f"{count:,}"
-    text = "x".join(map(str, found))
-    return text if prod(found) == count else f"{count:,} ({text})"
+    text = "x".join(map(str, intervals))
+    return text if prod(intervals) == count else f"{count:,} ({text})"
 
 
 def size_text(size: int | None) -> str:

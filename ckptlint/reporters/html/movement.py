@@ -26,10 +26,10 @@ def movement_map(
         marked: key of a weight that stands out -> id of its finding, "" for none.
         strays: those that do not continue the step before, where no finding says so.
     """
-    kinds = grouped((one.kind, one) for one in movements)
+    kinds = grouped((movement.kind, movement) for movement in movements)
     names = short_names(kinds)
-    inside = [kind for kind, members in kinds.items() if any(one.layer is not None for one in members)]
-    changes = [one.change for one in movements if one.change > 0] or [1.0]
+    inside = [kind for kind, members in kinds.items() if any(movement.layer is not None for movement in members)]
+    changes = [movement.change for movement in movements if movement.change > 0] or [1.0]
     least, most = log10(min(changes)), log10(max(changes))
     wide = max(most - least, 1)  # a decade at least: what moved alike looks alike
 
@@ -37,19 +37,19 @@ def movement_map(
         if not members:
             return "", "none", "", ""
         # the marked one, or one that did not move, or else the one that moved furthest
-        one = max(members, key=lambda one: (one.fqn in marked, not one.change, one.change))
-        place = 0.5 + (log10(one.change) - (least + most) / 2) / wide if one.change else 0.5
-        said = f"{cut(one.fqn)}: {one.change:.3g} of its norm, cosine {one.cosine:.6f}"
+        movement = max(members, key=lambda member: (member.fqn in marked, not member.change, member.change))
+        place = 0.5 + (log10(movement.change) - (least + most) / 2) / wide if movement.change else 0.5
+        said = f"{cut(movement.fqn)}: {movement.change:.3g} of its norm, cosine {movement.cosine:.6f}"
         shade = str(1 + round(place * (_SHADES - 1)))
-        if not one.change:
-            said, shade = f"{cut(one.fqn)} did not move", "still"
-        if one.fqn in marked:
+        if not movement.change:
+            said, shade = f"{cut(movement.fqn)} did not move", "still"
+        if movement.fqn in marked:
             shade += " marked"
-        return change_text(one.change), shade, said, marked.get(one.fqn, "")
+        return change_text(movement.change), shade, said, marked.get(movement.fqn, "")
 
     columns = inside[:_COLUMNS]
-    layers = sorted({one.layer for one in movements if one.layer is not None})[:_ROWS]
-    at = grouped(((one.kind, one.layer), one) for one in movements)
+    layers = sorted({movement.layer for movement in movements if movement.layer is not None})[:_ROWS]
+    at = grouped(((movement.kind, movement.layer), movement) for movement in movements)
     left = len(inside) - len(columns)
     return {
         "title": title,

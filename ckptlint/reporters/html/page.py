@@ -193,11 +193,11 @@ def _most_cut(tiling: Tiling) -> tuple[int, int]:
 def _sentence(report: Report) -> str:
     if not report.checkpoints:
         return "Nothing was checked."
-    found = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
+    amounts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
     where = plural(len(report.checkpoints), "checkpoint")
     blind = sum(not part.checkpoint.readable for part in report.checkpoints)
     unfinished = {code for part in report.checkpoints for code in part.failed}
-    sentences = [f"{' and '.join(found)} in {where}." if found else f"No rule found anything wrong in {where}."]
+    sentences = [f"{' and '.join(amounts)} in {where}." if amounts else f"No rule found anything wrong in {where}."]
     if blind:
         whose = "Its tensors" if len(report.checkpoints) == 1 else f"The tensors of {blind} of them"
         sentences.append(f"{whose} could not be read, so most rules could not run.")
@@ -247,7 +247,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         about += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
     if ckpt.step_files:
         about.append(full.other_files_line(ckpt.step_files).rstrip("."))
-    found = {item.code for item in part.diagnostics}
+    codes = {item.code for item in part.diagnostics}
     return {
         "id": anchor,
         "path": ckpt.path,
@@ -260,7 +260,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         "movement": _movement(part, anchor, work),
         "appendix": _appendix(part, room, work),
         "rules": [("did not finish", [*part.failed.items()]), ("not run", [*part.silent.items()])],
-        "ran": [(code, code in found) for code in part.passed],
+        "ran": [(code, code in codes) for code in part.passed],
     }
 
 
@@ -369,18 +369,18 @@ def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work
     }
 
 
-def _ranks(found: Iterable[Diagnostic]) -> set[int]:
+def _ranks(diagnostics: Iterable[Diagnostic]) -> set[int]:
     """The ranks that findings concern: those that they name, or the one in the file's name."""
     named: set[int] = set()
-    for at in (item.finding.at for item in found):
+    for at in (item.finding.at for item in diagnostics):
         ranks = at.ranks or (rank_of(at.file),)
         named.update(rank for rank in ranks if rank is not None)
     return named
 
 
-def _missing_from(found: Sequence[Diagnostic]) -> str:
+def _missing_from(diagnostics: Sequence[Diagnostic]) -> str:
     """Which ranks should hold what is missing, in words; "" where that is not known, or nothing is missing."""
-    lacking = _ranks(item for item in found if _is_gap(item.finding))
+    lacking = _ranks(item for item in diagnostics if _is_gap(item.finding))
     return f"missing from {named_ranks(lacking)}" if lacking else ""
 
 
@@ -498,14 +498,14 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     }
 
 
-def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+def _row(ckpt: Checkpoint, fqn: str, diagnostics: list[Diagnostic], work: _Work) -> dict[str, Any]:
     """What the template needs of a tensor in the table of all."""
     tensor = ckpt.tensors[fqn]
     row: dict[str, Any] = {
         "name": cut(tensor.fqn),
         "kind": f"{tensor.dtype} {cut(shape_text(tensor.global_shape))}",
-        "level": found[0].severity.label if found else "",
-        "codes": list(dict.fromkeys(item.code for item in found)),
+        "level": diagnostics[0].severity.label if diagnostics else "",
+        "codes": list(dict.fromkeys(item.code for item in diagnostics)),
         "svg": "",
         "cut": plural(len(tensor.chunks), "chunk"),
         "missing": "",
@@ -514,7 +514,7 @@ def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> di
         return row
     tiling = tensor.tiling
     axis, count = _most_cut(tiling)
-    here = [item for item in found if item.fqn == fqn]  # of others the region lies in another tensor
+    here = [item for item in diagnostics if item.fqn == fqn]  # of others the region lies in another tensor
     places = ((item.finding.at.region, item.finding.at.rows) for item in here)
     boxes = dict.fromkeys(box for region, rows in places if region for box in marked_boxes(tensor, region, rows))
     marks = (

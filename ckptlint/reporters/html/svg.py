@@ -68,8 +68,8 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
     for c, r, wide, tall in filter(None, (_outline(grid, box) for box in marked)):
         x, y = left + c * width, top + r * height
         parts.append(_tag("rect", class_="region", x=x, y=y, width=wide * width, height=tall * height))
-    found = [plural(n, f"{kind.removeprefix('lost-')} cell") for kind, n in counts.items() if n and kind != "ok"]
-    label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(found) or 'every cell is held once'}"
+    amounts = [plural(n, f"{kind.removeprefix('lost-')} cell") for kind, n in counts.items() if n and kind != "ok"]
+    label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(amounts) or 'every cell is held once'}"
     return _svg("".join(parts), total, bottom + 8, "map", label)
 
 
@@ -331,7 +331,7 @@ class _Boxes:
         if self.before:
             parts.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
         for node, (line, title, lost) in zip(self.shown, texts, strict=True):
-            shares = any(other != node and other[0] < node[1] and node[0] < other[1] for other in self.shown)
+            shares = any(span != node and span[0] < node[1] and node[0] < span[1] for span in self.shown)
             kind = lost or ("shared" if shares else "ok")
             parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
         if self.after:

@@ -9,27 +9,27 @@ from ckptlint.reporters.html.movement import movement_map
 from ckptlint.reporters.html.page import environment, frame
 
 
-def render(found: Values, paths: tuple[str, str]) -> str:
+def render(values: Values, paths: tuple[str, str]) -> str:
     """The page; jinja2 escapes every text."""
-    word, sentence, is_good = values_verdict(found)
+    word, sentence, is_good = values_verdict(values)
     rows = [
-        (words, *sentence_of(members, found), members[0].is_proven)
-        for words, groups, _ in groups_of(found)
+        (words, *sentence_of(members, values), members[0].is_proven)
+        for words, groups, _ in groups_of(values)
         for members in groups
     ]
-    strays = astray(found.movements)
-    marked = dict.fromkeys((one.fqn for one in strays), "")
-    left = sum(left for _, _, left in groups_of(found))
+    strays = astray(values.movements)
+    marked = dict.fromkeys((movement.fqn for movement in strays), "")
+    left = sum(left for _, _, left in groups_of(values))
     template = environment().get_template("values.html.jinja")
     return template.render(
         **frame(),
         verdict="pass" if is_good else "fail",
-        icon="✕" if not is_good else "→" if found.exit_code else "✓",
+        icon="✕" if not is_good else "→" if values.exit_code else "✓",
         word=word,
         sentence=sentence,
         paths=paths,
-        problems=found.sentences,
+        problems=values.sentences,
         rows=rows,
         left=left,
-        map=found.movements and movement_map("How far the weights moved", found.movements, marked, strays),
+        map=values.movements and movement_map("How far the weights moved", values.movements, marked, strays),
     )

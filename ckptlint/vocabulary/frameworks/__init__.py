@@ -226,7 +226,7 @@ def step_number(name: str) -> int | None:
     >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
     (10, 500, None)
     """
-    return int(found[1][1]) if (found := _step(name)) else None
+    return int(matched[1][1]) if (matched := _step(name)) else None
 
 
 def steps_like(name: str) -> tuple[str, Steps] | None:
@@ -235,12 +235,12 @@ def steps_like(name: str) -> tuple[str, Steps] | None:
     >>> steps_like("iter_0000010")[0], steps_like("epoch=0-step=4")
     ('iter_', None)
     """
-    found = _step(name)
-    if found is None:
+    matched = _step(name)
+    if matched is None:
         return None
-    before = name[: found[1].start(1)]
-    is_plain = found[1].end(1) == len(name) and not re.search(r"[\d=]", before)
-    return (before, found[0]) if before and is_plain else None
+    before = name[: matched[1].start(1)]
+    is_plain = matched[1].end(1) == len(name) and not re.search(r"[\d=]", before)
+    return (before, matched[0]) if before and is_plain else None
 
 
 def beside_step(name: str) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ def beside_step(name: str) -> tuple[str, ...]:
     >>> beside_step("iter_0000010"), beside_step("step-500")
     (('energon',), ())
     """
-    return found[0].beside if (found := _step(name)) else ()
+    return matched[0].beside if (matched := _step(name)) else ()
 
 
 def is_newest(name: str) -> bool:
@@ -317,10 +317,10 @@ def family_of(name: str) -> Family | None:
     """
     if is_system_file(name):
         return LITTER
-    found = next((family for family in world().files if family.pattern.fullmatch(name)), None)
-    if found is None and any(known.file == name for known in world().written_last):
+    family = next((known for known in world().files if known.pattern.fullmatch(name)), None)
+    if family is None and any(known.file == name for known in world().written_last):
         return _LAST
-    return None if found is not None and found.content == "other" and may_be_pickle(name) else found
+    return None if family is not None and family.content == "other" and may_be_pickle(name) else family
 
 
 def number_of(name: str) -> tuple[Family, int] | None:

@@ -96,8 +96,8 @@ def weight_of(key: str, template: str) -> str:
     """
     tail = template.rpartition("}")[2]
     match = _pattern(template).fullmatch(key) if key.endswith(tail) else None
-    found = match.groupdict() if match else {}
-    return found.get("weight") or (f"{found['module']}.{found.get('leaf', 'weight')}" if found else "")
+    groups = match.groupdict() if match else {}
+    return groups.get("weight") or (f"{groups['module']}.{groups.get('leaf', 'weight')}" if groups else "")
 
 
 def named(template: str, weight: str) -> str:

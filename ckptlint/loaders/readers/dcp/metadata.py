@@ -323,12 +323,12 @@ def _records(index: list[Any], infos: list[Any], file: str, problems: list[Probl
     name, path = np.zeros(total, np.int32), np.zeros(total, np.int32)
     hint, rank, byte_offset, byte_length = (np.zeros(total, np.int64) for _ in range(4))
     offsets = np.zeros((total, max(table.offsets.shape[1] for table in tables.values())), np.int64)
-    for place, table, own in parts:
+    for place, table, span in parts:
         of_names, of_paths = numbers[id(table)]
-        name[place], path[place] = of_names[table.name[own]], of_paths[table.path[own]]
-        hint[place], rank[place] = table.hint[own], table.rank[own]
-        offsets[place, : table.offsets.shape[1]] = table.offsets[own]
-        byte_offset[place], byte_length[place] = table.byte_offset[own], table.byte_length[own]
+        name[place], path[place] = of_names[table.name[span]], of_paths[table.path[span]]
+        hint[place], rank[place] = table.hint[span], table.rank[span]
+        offsets[place, : table.offsets.shape[1]] = table.offsets[span]
+        byte_offset[place], byte_length[place] = table.byte_offset[span], table.byte_length[span]
     for key, _ in row_runs:
         key.table.rows = None  # copied; of a million records they are 50 MB
     rows = starts[is_node]
@@ -453,17 +453,17 @@ def _join(
         owners = np.array([number for number, _ in group], np.int64)
         lengths = np.array([len(tensor.chunks) for _, tensor in group])
         wanted = np.concatenate([tensor.tiling.offsets for _, tensor in group])
-        found = _by_hint(raw, rows, stored, wanted, owners, lengths)
-        if found is not None:
+        matched = _by_hint(raw, rows, stored, wanted, owners, lengths)
+        if matched is not None:
             owned[rows] = True
         else:
-            found = _match(
+            matched = _match(
                 np.concatenate([raw.name[rows, None].astype(np.int64), stored], axis=1),
                 np.concatenate([np.repeat(owners, lengths)[:, None], wanted], axis=1),
                 rows,
                 owned,
             )
-        for (_, tensor), part in zip(group, np.split(found, np.cumsum(lengths)[:-1]), strict=True):
+        for (_, tensor), part in zip(group, np.split(matched, np.cumsum(lengths)[:-1]), strict=True):
             tensor.chunks.record[:] = part
 
     rows = np.flatnonzero(raw.rank == -1)
@@ -507,9 +507,9 @@ def _by_hint(
     if ((hint < 0) | (hint >= count[fqn])).any():
         return None
     at = first[fqn] + hint
-    found = np.full(len(wanted), -1, np.int64)
-    found[at] = rows
-    return found if (found >= 0).all() and (stored == wanted[at]).all() else None
+    matched = np.full(len(wanted), -1, np.int64)
+    matched[at] = rows
+    return matched if (matched >= 0).all() and (stored == wanted[at]).all() else None
 
 
 def _stray(raw: RecordRows, row: int) -> tuple[int, ...] | None:
@@ -526,25 +526,25 @@ def _match(stored: IntArray, wanted: IntArray, rows: IntArray, owned: Any) -> In
     Rows are compared by a 64-bit mix of their columns and then in full, so a collision costs a match, never makes one;
     the colliding rows are then looked up one by one.
     """
-    found = np.full(len(wanted), -1, np.int64)
+    matched = np.full(len(wanted), -1, np.int64)
     if not len(stored):
-        return found
+        return matched
     stored_mix, wanted_mix = _mix(stored), _mix(wanted)
     order = np.argsort(stored_mix, kind="stable")
     in_order = stored_mix[order]
     at = np.searchsorted(in_order, wanted_mix)
     candidate = order[np.minimum(at, len(order) - 1)]
     equal = (stored[candidate] == wanted).all(axis=1)
-    found[equal] = rows[candidate[equal]]
-    owned[found[equal]] = True
+    matched[equal] = rows[candidate[equal]]
+    owned[matched[equal]] = True
     open_wanted = np.flatnonzero(~equal & (stored_mix[candidate] == wanted_mix))
     if len(open_wanted) or (in_order[1:] == in_order[:-1]).any():
         by_key = grouped(zip(map(tuple, stored.tolist()), rows.tolist(), strict=True))
         for i, key in enumerate(map(tuple, wanted.tolist())):
             if key in by_key:
-                found[i] = by_key[key][-1]
+                matched[i] = by_key[key][-1]
                 owned[by_key[key]] = True
-    return found
+    return matched
 
 
 def _mix(columns: IntArray) -> Any:

@@ -93,7 +93,7 @@ def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
     planned = table.rows
     assert isinstance(planned, PlanRows)
     rows = np.concatenate([np.arange(start, start + run.count) for run, start in runs])
-    own = np.concatenate([np.arange(run.first, run.first + run.count) for run, _ in runs])
+    in_table = np.concatenate([np.arange(run.first, run.first + run.count) for run, _ in runs])
     properties = [value if isinstance(value, str) else _dtype_of(value) for value in planned.properties]
     number, dtypes = numbered(properties)
     number = np.append(number, -1)  # the last for bytes
@@ -101,12 +101,12 @@ def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
     return _Items(
         rows,
         planned.names,
-        planned.name[own],
+        planned.name[in_table],
         dtypes,
-        number[planned.of_properties[own]],
-        _with_padding(chunk.offset_rank[own], chunk.offsets[own]),
-        _with_padding(chunk.size_rank[own], chunk.sizes[own]),
-        _with_padding(planned.size_rank[own], planned.sizes[own]),
+        number[planned.of_properties[in_table]],
+        _with_padding(chunk.offset_rank[in_table], chunk.offsets[in_table]),
+        _with_padding(chunk.size_rank[in_table], chunk.sizes[in_table]),
+        _with_padding(planned.size_rank[in_table], planned.sizes[in_table]),
     )
 
 
@@ -156,8 +156,8 @@ def _padded(values: list[tuple[int, ...]], rows: IntArray, count: int) -> IntArr
     if ((flat <= -COORDINATE_LIMIT) | (flat >= COORDINATE_LIMIT)).any():
         raise ValueError("a plan's numbers do not fit")
     table = np.full((count, int(lengths.max(initial=0))), -1, np.int64)
-    own = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    table[np.repeat(rows, lengths), np.arange(len(flat)) - own] = flat
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table[np.repeat(rows, lengths), np.arange(len(flat)) - starts] = flat
     return table
 
 
