@@ -87,22 +87,23 @@ def _installed(barred: Iterable[Path]) -> Iterator[str]:
 def _may_name(place: str) -> bool:
     """Whether a place that packages come from may hold plug-ins: importing what knows for sure takes 20 ms."""
     try:
-        with os.scandir(place or ".") as listing:
-            distributions = [entry for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
-            described = [(entry.path, entry.stat().st_mtime_ns) for entry in distributions]
+        return _names_rules(place or ".", Path(place).stat().st_mtime_ns)
     except NotADirectoryError:  # an archive
         return True
     except OSError:
         return False
-    return any(_names_rules(path, changed) for path, changed in described)
 
 
 @cache
-def _names_rules(described: str, _changed: int) -> bool:
-    """Whether a distribution names plug-ins; it is asked again when its folder has changed."""
-    # a Path takes longer than the read
-    with suppress(OSError), open(f"{described}/entry_points.txt", "rb") as file:  # noqa: PTH123
-        return f"[{GROUP}]".encode() in file.read().replace(b" ", b"")
+def _names_rules(place: str, _changed: int) -> bool:
+    """Whether a distribution in a folder names plug-ins; asked again when one was installed since."""
+    with os.scandir(place) as listing:
+        described = [entry.path for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
+    for path in described:
+        # a Path takes longer than the read
+        with suppress(OSError), open(f"{path}/entry_points.txt", "rb") as file:  # noqa: PTH123
+            if f"[{GROUP}]".encode() in file.read().replace(b" ", b""):
+                return True
     return False
 
 
