@@ -28,11 +28,11 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         (`args` in the common state, `run_config.yaml`), is stored. Tables made from transformers and megatron-core say
         which tensors these are. Tied heads, buffers that are not learned, scales of quantised weights and adapters are
         optional, and so is all that a model without its head lacks. A layer for multi-token prediction has all that the
-        layer most like it has, and a lack is a warning if none is declared. Fewer are stored than declared only if none
-        is: a warning, or info for the one that classes of transformers declare by themselves and never save. A whole
-        tower is a warning if the configuration has a section for it and nothing else is absent, info if the name of the
-        folder or the class is that of a part. It is only info, too, if the configuration names code of its own or
-        leaves a field open that decides (in a training checkpoint: any).
+        layer most like it has, and a lack is a warning if none is declared. If some are declared and none is
+        stored, it is a warning, or info for the one that classes of transformers declare by themselves and never
+        save. A whole tower is a warning if the configuration has a section for it and nothing else is absent, info if
+        the name of the folder or the class is that of a part. It is only info, too, if the configuration names code of
+        its own or leaves a field open that decides (in a training checkpoint: any).
         A text, a fraction, a list, a null or a negative number in the place of a size is an error by itself, where the
         library builds no model from it.
     Why it matters:

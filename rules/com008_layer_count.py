@@ -62,27 +62,27 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
         lost = gaps(count.numbers, declared)
         layers = f"{ranges(count.numbers)} stored" + (f", {lost} missing" if lost else "")
     else:
-        layers = f"{count.found} stacked on dim 0 of {count.lead.key.fqn}"
-    ratio = Fraction(count.found, declared)
+        layers = f"{count.stored} stacked on dim 0 of {count.lead.key.fqn}"
+    ratio = Fraction(count.stored, declared)
     axes = axes_of_size(ckpt.topology, ratio.denominator) if ratio.numerator == 1 else []
     if ratio.numerator == 1 and ratio.denominator > 1:
-        share = " = ".join([f"{count.found}/{declared}", f"{ratio}", *(f"1/{axis}" for axis in axes)])
+        share = " = ".join([f"{count.stored}/{declared}", f"{ratio}", *(f"1/{axis}" for axis in axes)])
     if "pp" in axes:
         hint = "number layers across all stages and save again: each pipeline stage probably started at 0"
-    elif count.found < declared:
+    elif count.stored < declared:
         hint = "compare with the keys of an earlier step; after loading, missing layers keep whatever was in memory"
     else:
         hint = "set the number of layers to the stored one, or find out which job wrote the configuration"
-    stored = "1 layer is" if count.found == 1 else f"{count.found} layers are"
+    stored = "1 layer is" if count.stored == 1 else f"{count.stored} layers are"
     # Of an unknown type of model only a hole in the numbers shows, besides the declared number, that layers are lost.
-    is_certain = is_defined(ckpt, count.declared) or (bool(count.numbers) and count.numbers[-1] >= count.found)
-    why = "a model of the declared size loads without the extra layers" if count.found > declared else ""
+    is_certain = is_defined(ckpt, count.declared) or (bool(count.numbers) and count.numbers[-1] >= count.stored)
+    why = "a model of the declared size loads without the extra layers" if count.stored > declared else ""
     if not is_certain:
         why = f"ckptlint does not know this model: its configuration may count something else than {count.block}"
     return Finding(
         f"{stored} stored under {count.block}, but {count.declared.source} declares {declared}",
         at=Location(count.block, label=ckpt.metadata_file),
-        severity=Severity.INFO if not is_certain else Severity.WARNING if count.found > declared else None,
+        severity=Severity.INFO if not is_certain else Severity.WARNING if count.stored > declared else None,
         why=why,
         notes=(("stages", stages), ("layers", layers), ("ratio", share)),
         hint=hint,
@@ -97,7 +97,7 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
     of_model = [item for item in foreign if item.name in _MODEL_SIZES or item in foreign_sizes(ckpt)]
     is_known = all(is_defined(ckpt, item.declared) for item in foreign)
     whose = "another model" if of_model else "a job with another mesh"
-    shown = ", ".join(f"{item.name} {item.declared.value} (stored: {item.found})" for item in foreign)
+    shown = ", ".join(f"{item.name} {item.declared.value} (stored: {item.stored})" for item in foreign)
     return Finding(
         f"{' and '.join(sources)} {'belongs' if len(sources) == 1 and sources[0] != 'args' else 'belong'} to {whose}: "
         f"{shown}",
@@ -107,7 +107,7 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
         why="loading with the sizes in the checkpoint builds that other model"
         if of_model
         else "nothing that follows from the declared sizes could be checked",
-        notes=tuple((item.name, f"{item.found} in {item.shown_by}") for item in foreign),
+        notes=tuple((item.name, f"{item.stored} in {item.shown_by}") for item in foreign),
         hint="pass the right sizes when you load; the other rules ignored the declared ones",
         inferred_from=f"{len(foreign)} declared sizes that contradict what is stored",
     )

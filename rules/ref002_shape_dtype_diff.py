@@ -171,7 +171,7 @@ def _wrong_counts(ckpt: Checkpoint, reference: Reference, comparison: KeyCompari
     # How layers are counted depends on the job (hybrid patterns, prediction layers), so these fields are the job's own.
     stated = {name: ckpt.declared[name] for name in _FROM_CHECKPOINT if name in ckpt.declared}
     differing: dict[str, tuple[Declared, int, str]] = {
-        item.name: (item.declared, item.found, f"counted from {item.shown_by}")
+        item.name: (item.declared, item.stored, f"counted from {item.shown_by}")
         for item in contradictions(replace(ckpt, declared={**stated, **reference.declared}))
     }
     heads = number(ckpt.declared, "heads")

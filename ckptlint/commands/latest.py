@@ -83,7 +83,7 @@ def _table(searches: Sequence[Search], top: str) -> str:
     rows = []
     for search in searches:
         skipped = [f"{step.name} {step.verdict}{f' ({step.code})' if step.code else ''}" for step in search.skipped]
-        newest = search.found.name if search.found else "none"
+        newest = search.newest.name if search.newest else "none"
         rows.append((search.run.removeprefix(f"{top.rstrip('/')}/"), newest, "; ".join(skipped)))
     return table(rows, ("run", "newest good step", "newer steps, skipped"))
 
@@ -94,8 +94,8 @@ def _as_json(searches: Sequence[Search]) -> str:
     runs = [
         {
             "run": search.run,
-            "step": step_object(search.found) if search.found and search.exit_code == 0 else None,
-            "passes": step_object(search.found) if search.found else None,
+            "step": step_object(search.newest) if search.newest and search.exit_code == 0 else None,
+            "passes": step_object(search.newest) if search.newest else None,
             "skipped": [step_object(step) for step in search.skipped],
             "tracker": search.tracker or None,
         }

@@ -114,16 +114,16 @@ class SharedCheck:
         if view.problems:
             # each sees something else: the reading cannot be shared
             if self.rank == 0:
-                if not view.found:
+                if not view.places:
                     raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {view.reason}")
-                for place in view.found:
+                for place in view.places:
                     ckpt = open_checkpoint(place, depth.looks_at_files)
                     yield place, replace(ckpt, problems=[*ckpt.problems, *view.problems])
             return
         if view.reason:
             raise NothingToCheckError(view.reason)
         shared, hosts = 0, {*self._texts(socket.gethostname().encode())}
-        for place in view.found:
+        for place in view.places:
             reader, part, reason = self._read(place, depth, reading)
             self._agree(reason, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
             assert reader is not None
@@ -307,14 +307,14 @@ class View:
     """What one rank sees under the path.
 
     Attributes:
-        found: the checkpoints.
+        places: of the checkpoints.
         reason: why there are none, "" when there are.
         hashes: name -> 56 bits of what is seen, -1 for nothing: the path, the metadata files, the listing.
         sizes: file -> bytes; names of all folders together.
         problems: in what the ranks differ.
     """
 
-    found: list[CheckpointPlace]
+    places: list[CheckpointPlace]
     reason: str
     hashes: dict[str, int]
     sizes: dict[str, int]

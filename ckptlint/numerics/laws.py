@@ -58,7 +58,7 @@ def odd_elements(pair: Pair, first: Floats, second: Floats, dtypes: tuple[str, s
 def changed(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tuple[str, str]) -> tuple[float, ...]:
     """The columns of a `ChangeTable` after `chunk`, of elements [k] at the same places of two steps.
 
-    `beside` are those of the second moment beside a first one, now and before; `dtypes` of the tensor, and of it.
+    Beside a first moment, `beside` has the elements of the second, now and before; `dtypes` are those of the two.
     """
     with np.errstate(all="ignore"):
         apart, ratio = now - was, np.zeros(len(now))

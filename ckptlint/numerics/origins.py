@@ -1,4 +1,4 @@
-"""What chunks that do not continue the step before hold of it instead."""
+"""What a chunk holds of the step before where it does not continue it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def origins_of(now: Elements, was: Elements, table: ChangeTable, rows: IntArray)
 
 
 def _origin(now: Elements, was: Elements, table: ChangeTable, row: int, most: int) -> Origin:
-    """What a chunk holds: the one of all candidates that it is most like, if it is so by far."""
+    """The candidate that a chunk is by far the most like; unknown where none is."""
     follow, chunk = int(table.follow[row]), int(table.chunk[row])
     tensor = now.ckpt.tensors[table.follows[follow].key]
     older, box = was.ckpt.tensors[tensor.fqn], tensor.tiling.box(chunk)

@@ -17,14 +17,14 @@ def search_lines(search: Search, quiet: int = 0) -> list[str]:
         return []
     lines = [f"{step.name} skipped: {step.why}" for step in search.skipped]
     doubt = next((step.name for step in search.skipped if step.verdict == "not judged"), "")
-    if search.found is None:
+    if search.newest is None:
         lines.append(f"no step passes, and {doubt} could not be judged" if doubt else "no step passes")
     elif doubt:
-        lines.append(f"{search.found.name} passes, but {doubt} may be a newer good step: no answer")
+        lines.append(f"{search.newest.name} passes, but {doubt} may be a newer good step: no answer")
     else:
-        parts = join_words(search.found.parts) or "none of the named parts"
-        lines += [f"{search.found.name} passes (it holds {parts}){_with_warnings(search.found)}"][quiet:]
-        lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
+        parts = join_words(search.newest.parts) or "none of the named parts"
+        lines += [f"{search.newest.name} passes (it holds {parts}){_with_warnings(search.newest)}"][quiet:]
+        lines += [f"warning {sentence}" for sentence in search.newest.warnings[:_WARNINGS]]
     return lines + ([search.tracker] if search.tracker else [])
 
 

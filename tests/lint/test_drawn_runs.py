@@ -52,7 +52,7 @@ def disagreements(made: DrawnRun, with_commands: bool) -> list[str]:
         return [] if step_number(made.newest) is None else ["the steps are not known"]
     except NothingToCheckError as error:
         return [f"no step is there: {error}"]
-    latest = {step.name: step for step in [*search.skipped, *([search.found] if search.found else [])]}
+    latest = {step.name: step for step in [*search.skipped, *([search.newest] if search.newest else [])]}
     whole = {decision.step.name: decision.step for decision in kept.decisions}
 
     for name, report in alone.items():
@@ -82,7 +82,7 @@ def disagreements(made: DrawnRun, with_commands: bool) -> list[str]:
             wrong.append(f"{name} is whole: {told.verdict}, {told.why or report.diagnostics}")
 
     names = [*made.labels]
-    recommended = search.found.name if search.path and search.found else ""
+    recommended = search.newest.name if search.path and search.newest else ""
     printed = newest_passing(table.values()).get(path) if table else None
     if table and search.is_certain and (printed.name if printed else "") != recommended:
         wrong.append(f"latest says {recommended}, --all-steps {printed}")

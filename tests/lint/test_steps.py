@@ -40,7 +40,7 @@ def test_a_step_that_vanishes_while_it_is_judged_is_no_answer(run: Path) -> None
     ((place, folder),) = runs_at(str(run))
     search = newest_good(folder, place, judged)
     assert [(step.name, step.verdict) for step in search.skipped] == [("step-3", "gone")]
-    assert search.found is not None and search.found.name == "step-2"
+    assert search.newest is not None and search.newest.name == "step-2"
     assert search.exit_code == 0
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_vanishes_before_it_is_judged_is_no_answer(run: Path) -> Non
     folder.folders()  # listed once
     shutil.rmtree(run / "step-3")
     search = newest_good(folder, place, judge)
-    assert search.found is not None and search.found.name == "step-2"
+    assert search.newest is not None and search.newest.name == "step-2"
     assert search.is_certain
 
 
@@ -128,7 +128,7 @@ def test_thousands_of_steps_and_names_that_are_none(run: Path, monkeypatch: pyte
 
     ((place, folder),) = runs_at(str(run))
     search = newest_good(folder, place, judged)
-    assert search.found is not None and search.found.name == "step-3"
+    assert search.newest is not None and search.newest.name == "step-3"
     assert asked == [f"{run}/step-3"]  # an empty folder is no finished save, and is not judged
     assert len(search.skipped) == 3000
 
@@ -153,7 +153,7 @@ def test_a_step_that_changes_while_it_is_judged_is_no_answer(run: Path) -> None:
 
     ((place, folder),) = runs_at(str(run))
     search = newest_good(folder, place, judged)
-    assert search.found is not None and search.found.name == "step-2"
+    assert search.newest is not None and search.newest.name == "step-2"
     assert search.path is None, "the newer one is not judged"
     assert [step.why for step in search.skipped] == ["it changed while ckptlint judged it: run ckptlint again"]
     assert newest_good(folder, place, judge).path == f"{run}/step-3"
@@ -162,7 +162,7 @@ def test_a_step_that_changes_while_it_is_judged_is_no_answer(run: Path) -> None:
 def test_numbers_beyond_64_bits_are_numbers(run: Path) -> None:
     shutil.copytree(GOOD, run / f"step-{10**30}")
     ((place, folder),) = runs_at(str(run))
-    found = newest_good(folder, place, judge).found
+    found = newest_good(folder, place, judge).newest
     assert found is not None and found.number == 10**30
 
 
@@ -234,7 +234,7 @@ def test_what_all_older_steps_have_is_missed(run: Path) -> None:
         (run / f"step-{number}" / "STABLE").touch()
         (run / f"step-{number}" / f"train_state_{number}.json").write_text("{}")
     ((place, folder),) = runs_at(str(run))
-    assert newest_good(folder, place, judge).found.name == "step-3"  # type: ignore[union-attr]
+    assert newest_good(folder, place, judge).newest.name == "step-3"  # type: ignore[union-attr]
     (run / "step-3" / "STABLE").unlink()
     ((place, folder),) = runs_at(str(run))
     search = newest_good(folder, place, judge)

@@ -335,7 +335,7 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
         decisions = ckptlint.deletable(newest.parent, keep=1).decisions
         judged = {decision.step.name: decision.step for decision in decisions}
         answers = [is_whole(ckptlint.check(newest.parent)), is_trusted(judged[newest.name])]
-        answers.append(search.found is not None and search.found.name == newest.name and is_trusted(search.found))
+        answers.append(search.newest is not None and search.newest.name == newest.name and is_trusted(search.newest))
         every = steps_in(ckptlint.check(newest.parent, all_steps=True))
         answers += [is_trusted(step) for step in every if step.name == newest.name]
         assert {*answers} == {is_whole(report)}, f"{about}: {answers}"

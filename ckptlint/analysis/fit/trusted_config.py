@@ -34,13 +34,13 @@ class Contradiction(NamedTuple):
 
     Attributes:
         name: canonical name of the value (`config_fields.read_declared`).
-        found: the value that the tensors show.
+        stored: the value that the tensors show.
         shown_by: the tensors or objects that show it, in words.
     """
 
     name: str
     declared: Declared
-    found: int
+    stored: int
     shown_by: str
 
 
@@ -49,16 +49,16 @@ class LayerCount(NamedTuple):
 
     Attributes:
         declared: the declared number for this block.
-        found: number of stored layers.
+        stored: number of stored layers.
         numbers: stored layer numbers; empty where layers are stacked on an axis or each stage counts from 0.
         stages: layers of each stage prefix (`model_pp0`), where each stage counts from 0.
-        agrees: whether `found` fits `declared`, allowing for multi-token prediction layers and hybrid patterns.
+        agrees: whether `stored` fits `declared`, allowing for multi-token prediction layers and hybrid patterns.
         lead: a parameter of the block, for findings.
     """
 
     block: str
     declared: Declared
-    found: int
+    stored: int
     numbers: tuple[int, ...]
     stages: tuple[int, ...]
     agrees: bool
@@ -117,7 +117,7 @@ def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
     }
     for count in layer_counts(ckpt):
         if not count.agrees and count.declared == ckpt.declared.get("layers"):
-            structural["layers"] = (count.found, f"the layers of {count.block}")
+            structural["layers"] = (count.stored, f"the layers of {count.block}")
     structural |= _model_sizes(main_params(ckpt))
     return tuple(
         Contradiction(name, ckpt.declared[name], value, shown_by)

@@ -57,7 +57,7 @@ class OptimizerRecord(NamedTuple):
 
 
 def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
-    """The optimizers that have state tensors or buckets, and these."""
+    """Each optimizer that has state tensors or buckets, with these."""
     inventory = inventory_of(ckpt)
     states = [(state.chain, state.tensor) for state in inventory.states]
     buckets = [(bucket.chain, bucket.tensor) for bucket in inventory.buckets]

@@ -95,28 +95,28 @@ class Search(Shown):
 
     Attributes:
         run: the folder of the run, as the user would name it.
-        found: the newest step that passes, None without one.
+        newest: the newest step that passes, None without one.
         skipped: the newer ones, the newest first.
         tracker: what to do where the run's tracker names another step, as a sentence; "" otherwise.
     """
 
     run: str
-    found: JudgedStep | None = None
+    newest: JudgedStep | None = None
     skipped: list[JudgedStep] = field(default_factory=list)
     tracker: str = ""
 
     def __repr__(self) -> str:
-        answer = f"{self.found.name} passes" if self.found else "no step passes"
+        answer = f"{self.newest.name} passes" if self.newest else "no step passes"
         return f"<Search {shown(self.run)}: {answer}, {len(self.skipped)} skipped>"
 
     @property
     def path(self) -> str | None:
         """Where the step lies from which to resume; None where none passes, or a newer one might."""
-        return self.found.path if self.found is not None and self.is_certain else None
+        return self.newest.path if self.newest is not None and self.is_certain else None
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each step that was judged, the newest first: name, path, verdict and why, bytes."""
-        return [step.row() for step in [*self.skipped, *([self.found] if self.found else [])]]
+        return [step.row() for step in [*self.skipped, *([self.newest] if self.newest else [])]]
 
     @property
     def is_certain(self) -> bool:
@@ -128,7 +128,7 @@ class Search(Shown):
         """0 found, 4 a newer step might be it, 1 none passes, 3 there is none."""
         if not self.is_certain:
             return 4
-        return 0 if self.found else 1 if self.skipped else 3
+        return 0 if self.newest else 1 if self.skipped else 3
 
 
 def runs_at(path: str) -> list[tuple[str, Folder]]:

@@ -170,7 +170,7 @@ def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[s
     for source in odd:
         for fqn, tensor in _tensors(source.state):
             name = f"optimizer.{source.file.name.removesuffix('_optim_states.pt')}.{fqn}"
-            columns.add(name, tensor, source.number, source.found)
+            columns.add(name, tensor, source.number, source.torch_file)
     strange = [source.file.name for source in odd if not source.state.keys() & _FLAT]
     what = "ckptlint does not know this form of optimizer state and did not compare it with the model"
     return (f"{first_names(strange)}: {what}",) if strange else ()
@@ -181,7 +181,7 @@ _FLAT = {"single_partition_of_fp32_groups", "fp32_flat_groups"}
 
 def _add(columns: Columns, names: set[str], fqn: str, tensor: StoredTensor, source: Source) -> None:
     """A whole tensor, or another copy of one that was added before."""
-    columns.add(fqn, tensor, source.number, source.found, offsets=None if fqn in names else ())
+    columns.add(fqn, tensor, source.number, source.torch_file, offsets=None if fqn in names else ())
     names.add(fqn)
 
 

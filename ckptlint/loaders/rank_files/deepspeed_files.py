@@ -26,7 +26,7 @@ class Source(OpenedFile):
 
     @property
     def root(self) -> dict[Any, Any]:
-        return dict_of(self.found.root)
+        return dict_of(self.torch_file.root)
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -52,13 +52,13 @@ def read_tag(folder: Folder, look_at_files: bool) -> Tag:
     alike: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
     for file in sorted(named, key=lambda file: (_ORDER[file.kind], *file.numbers.values())):
         if (opened := tag.files.open(file.name, file.kind, file.numbers, "dict", is_dict)) is not None:
-            source = Source(opened.file, opened.number, opened.found)
+            source = Source(opened.file, opened.number, opened.torch_file)
             steps = frozenset(_steps(folder, source)) if file.kind == "optimizer" else frozenset()
             tag.sources.append(replace(source, steps=steps))
-            alike[checksums(opened.found)].append(file.name)
+            alike[checksums(opened.torch_file)].append(file.name)
     for source in tag.sources:  # torch.save keeps the name of a file inside its archive
-        file, sums = source.file, checksums(source.found)
-        inside = file_of(f"{source.found.prefix}.pt")
+        file, sums = source.file, checksums(source.torch_file)
+        inside = file_of(f"{source.torch_file.prefix}.pt")
         if inside is not None and inside.identity != file.identity:
             same = [twin for twin in alike[sums][:2] if twin != file.name and sums]
             tag.statements.other_name(file.name, inside.name, same[0] if same else "")
@@ -142,7 +142,7 @@ def _steps(folder: Folder, source: Source) -> Iterator[int]:
     settings = dict_of(base).get("param_groups")
     groups = [dict_of(group) for group in settings] if isinstance(settings, list) else []
     for entry in [*moments_of(source.state)[:_COUNTED], *groups]:
-        step = number_in(ranges_of(folder, source.file.name), source.found, entry.get("step"))
+        step = number_in(ranges_of(folder, source.file.name), source.torch_file, entry.get("step"))
         if step is not None:
             yield step
 

@@ -41,7 +41,7 @@ class Cut:
             self.unplaced.append(fqn)
         elif count:
             tensor = replace(flat, shape=(count,), strides=(1,), offset=flat.offset + start)
-            self.columns.add(fqn, tensor, source.number, source.found, (numel,), (offset,), is_flat=True)
+            self.columns.add(fqn, tensor, source.number, source.torch_file, (numel,), (offset,), is_flat=True)
 
 
 def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:

@@ -33,10 +33,10 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     wanted, joined, source = _parameters(tag)
     states = list(_states(folder, tag))
     for state in states:
-        if state.found is not None and state.tensor is not None and state.name in _STATE_NAMES:
+        if state.torch_file is not None and state.tensor is not None and state.name in _STATE_NAMES:
             key, tensor = f"optimizer.state.{_STATE_NAMES[state.name]}.{state.fqn}", state.tensor
             is_flat = tensor.shape != wanted.get(state.fqn, tensor.shape)
-            columns.add(key, tensor, state.number, state.found, is_flat=is_flat)
+            columns.add(key, tensor, state.number, state.torch_file, is_flat=is_flat)
     add_model(columns, tag, grid_facts)
     note(tag, grid_facts)
     steps = [(state.step, state.file) for state in states if state.step is not None]
@@ -80,14 +80,14 @@ class _State:
     name: str
     file: str
     number: int
-    found: TorchFile | None
+    torch_file: TorchFile | None
     tensor: StoredTensor | None
     step: int | None
 
     @property
     def is_padded(self) -> bool:
         """Whether it says that its rows are not those of the parameter."""
-        root = self.found.root if self.found is not None and isinstance(self.found.root, dict) else {}
+        root = self.torch_file.root if self.torch_file is not None and isinstance(self.torch_file.root, dict) else {}
         return "vocab_tensor" in root or any(str(key).startswith("parameter_with") for key in root)
 
 
@@ -105,7 +105,7 @@ def _states(folder: Folder, tag: Tag) -> Iterator[_State]:
 def _state(folder: Folder, tag: Tag, fqn: str, name: str) -> _State:
     path = f"zero/{fqn}/{name}"
     opened = tag.files.open(path, "state", {}, "tensor", lambda root: name == "step.pt" or _tensor(root) is not None)
-    pickled = None if opened is None else opened.found
+    pickled = None if opened is None else opened.torch_file
     tensor, step = (None, None) if pickled is None else (_tensor(pickled.root), pickled.root)
     if pickled is not None and tensor is not None and name == "step.pt":
         step = number_in(ranges_of(folder, path), pickled, tensor)

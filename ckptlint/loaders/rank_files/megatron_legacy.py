@@ -96,7 +96,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     rank_files = reader.statements.of(files.files, {f"{grid_text} in {source}": [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
     used = next((rank.model for rank in reader.ranks.values() if rank.model is not None), None)
-    stated = used.found.root if used else {}
+    stated = used.torch_file.root if used else {}
     common = CommonState(used.label, {name: stated[name] for name in _COMMON if name in stated}) if used else None
     declared, config, config_problems = read_configs(folder, common)
     short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reader.ranks)
@@ -135,7 +135,7 @@ class _Rank:
     @property
     def root(self) -> dict[Any, Any]:
         """The value of its model file; {} without one."""
-        return self.model.found.root if self.model is not None else {}
+        return self.model.torch_file.root if self.model is not None else {}
 
     @property
     def label(self) -> str:
@@ -439,7 +439,7 @@ class _RankReader:
             for (dtype, _), names in groups.items()
             if params[names[0]].length > prod(params[names[0]].shape)
         ]
-        for dtype, entry in _entries(file.found.root):
+        for dtype, entry in _entries(file.torch_file.root):
             numel = entry.get("numel_unpadded")
             if type(numel) is not int:
                 continue
@@ -465,7 +465,7 @@ class _RankReader:
 
     def _sums(self, rank: _Rank, file: OpenedFile, tensors: Collection[StoredTensor]) -> None:
         """Check that the buffers of a dtype are as long as its parameters, plus at most the alignment gaps."""
-        root = file.found.root
+        root = file.torch_file.root
         if isinstance(root, list) and any(part is None for part in root):
             return  # another rank's file holds a part
         elements: Counter[str] = Counter()
@@ -509,7 +509,7 @@ class _RankReader:
             is_cut = axis == "unknown" and len(copies) > 1
             for copy, (_, tensor, file) in enumerate(copies):
                 offsets = (0,) * len(first.shape) if is_one and copy == 0 else None
-                self.columns.add(fqn, tensor, file.number, file.found, first.shape, offsets, is_cut)
+                self.columns.add(fqn, tensor, file.number, file.torch_file, first.shape, offsets, is_cut)
             return
         by_part = grouped((item.place.etp if expert else item.place.tp, item) for item in copies)
         is_sound = is_alike and axis < len(first.shape) and set(by_part) == set(range(ways))
@@ -523,10 +523,10 @@ class _RankReader:
                     begin = part * piece.shape[axis] + (half * shape[axis] // 2 if cut else 0) if placed else 0
                     offsets = tuple(begin if i == axis else 0 for i in range(len(shape)))
                     file = item.file
-                    self.columns.add(fqn, piece, file.number, file.found, shape, offsets if placed else None)
+                    self.columns.add(fqn, piece, file.number, file.torch_file, shape, offsets if placed else None)
 
     def _compare(self, fqn: str, copies: list[_RankTensor], what: str = "content of other meshes") -> None:
-        sums = [(checksum(item.tensor, item.file.found), item.file.label) for item in copies]
+        sums = [(checksum(item.tensor, item.file.torch_file), item.file.label) for item in copies]
         self.statements.copies(what, [sums], fqn)
 
 
@@ -548,7 +548,7 @@ def _checksums(rank: _Rank) -> tuple[tuple[int, int], ...]:
     if rank.model is None:
         return ()
     keys = dict.fromkeys(tensor.key for _, _, tensor in _chunks(rank) if len(tensor.shape) > 1)
-    sums = checksums(rank.model.found, keys)
+    sums = checksums(rank.model.torch_file, keys)
     return sums if len(sums) == 1 or 2 * len(set(sums)) > len(sums) else ()
 
 
@@ -580,6 +580,6 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
 
 def _axis_by_bytes(copies: list[_RankTensor]) -> Axis:
     """The axis of a parameter with an unknown name: `whole` if all ranks hold the same bytes, else `unknown`."""
-    places = [(item.tensor.shape, item.file.found.storages.get(item.tensor.key)) for item in copies]
+    places = [(item.tensor.shape, item.file.torch_file.storages.get(item.tensor.key)) for item in copies]
     contents = {(shape, place.crc if place else 0) for shape, place in places}
     return "whole" if len(contents) == 1 and all(crc for _, crc in contents) else "unknown"

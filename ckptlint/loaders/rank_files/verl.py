@@ -86,15 +86,15 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
         rank = flat_name(name)[1]
         if (file := files.open(name, "model", {"rank": rank}, "dict", is_dict)) is not None:
             opened[rank] = file
-    models = {rank: _inner(file, state_of(file.found.root)) for rank, file in opened.items()}
-    worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.found.root)]
+    models = {rank: _inner(file, state_of(file.torch_file.root)) for rank, file in opened.items()}
+    worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.torch_file.root)]
     world, where = max(worlds, default=(0, ""))
     reader = _RankReader(world or last + 1, is_flat=True)
     for rank, file in opened.items():
         reader.files["model", rank] = models[rank]
-        if is_dict(optimizer := file.found.root.get("optimizer")):
+        if is_dict(optimizer := file.torch_file.root.get("optimizer")):
             reader.files["optim", rank] = _inner(file, optimizer)
-    steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
+    steps = [(file.torch_file.root.get("iteration"), file.label) for file in opened.values()]
     reader.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
     reader.read(folder)
     for names in (of_save.files for of_save in older):
@@ -115,7 +115,7 @@ def writer_of(folder: Folder, name: str) -> int | None:
 
 def _inner(file: OpenedFile, root: Any) -> OpenedFile:
     """A file reduced to one part of its value."""
-    return replace(file, found=file.found._replace(root=root if is_dict(root) else {}))
+    return replace(file, torch_file=file.torch_file._replace(root=root if is_dict(root) else {}))
 
 
 def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -> Checkpoint:
@@ -231,9 +231,9 @@ class _RankReader:
         """Fill everything but `files`."""
         self._worlds()
         self._names()
-        self._keys({rank: file.found.root for rank, file in self._of("model").items()}, self._of("model"))
+        self._keys({rank: file.torch_file.root for rank, file in self._of("model").items()}, self._of("model"))
         self._optimizer(folder)
-        states = ((file.found.root.get("lr_scheduler"), file.label) for file in self._of("extra_state").values())
+        states = ((file.torch_file.root.get("lr_scheduler"), file.label) for file in self._of("extra_state").values())
         epochs = ((scheduler.get("last_epoch"), label) for scheduler, label in states if is_dict(scheduler))
         steps = [(step, label) for step, label in epochs if type(step) is int]
         self.statements.note_if_different("step", steps, text="{:,}".format)
@@ -251,7 +251,7 @@ class _RankReader:
     def _worlds(self) -> None:
         """Compare the world sizes that meshes span with the names; files of another world are left out."""
         named = self.world
-        worlds = ((map(_world, _values(file.found.root)), file.label) for file in self.files.values())
+        worlds = ((map(_world, _values(file.torch_file.root)), file.label) for file in self.files.values())
         firsts = ((next((size for size in of_file if size > 0), 0), label) for of_file, label in worlds)
         sizes = [(size, label) for size, label in firsts if size]
         things = [(f"a mesh of {plural(size, 'rank')}", label) for size, label in sizes]
@@ -265,8 +265,8 @@ class _RankReader:
         for (kind, rank), file in self.files.items():
             if file.label in self.left_out:
                 continue
-            writer = next((stated for value in _values(file.found.root) if (stated := _writer(value)) >= 0), -1)
-            named = verl_name(f"{file.found.prefix}.pt")
+            writer = next((stated for value in _values(file.torch_file.root) if (stated := _writer(value)) >= 0), -1)
+            named = verl_name(f"{file.torch_file.prefix}.pt")
             # Values of DTensors and ShardedTensors state their rank. Others do not, but torch.save names the folder in
             # the archive after the file as first written, which a copy or rename keeps (broken_verl_copied_rank).
             by = writer if writer >= 0 else named[2] if named[:2] == (kind, self.world) else -1
@@ -277,8 +277,8 @@ class _RankReader:
             else:
                 continue
             original = self.files.get((kind, by)) if by != rank else None
-            sums = checksums(file.found)
-            same = original.label if original is not None and sums and checksums(original.found) == sums else ""
+            sums = checksums(file.torch_file)
+            same = original.label if original is not None and sums and checksums(original.torch_file) == sums else ""
             self.statements.other_name(file.label, inside, same, writer not in (-1, rank))
         self.left_out |= self.statements.elsewhere()
 
@@ -324,7 +324,7 @@ class _RankReader:
             for piece, offsets in zip(pieces, offsets_of_pieces, strict=True):
                 is_flat = is_slice or fqn.endswith(_FLAT)
                 file = piece.file
-                self.columns.add(fqn, piece.tensor, file.number, file.found, shape, offsets, is_flat, first.dtype)
+                self.columns.add(fqn, piece.tensor, file.number, file.torch_file, shape, offsets, is_flat, first.dtype)
 
     def _agree(
         self, fqn: str, values: list[_RankValue], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
@@ -402,18 +402,18 @@ class _RankReader:
     def _optimizer(self, folder: Folder) -> None:
         """Add the optimizer states, under their parameters' names where these are certain."""
         files = self._of("optim")
-        states = {rank: state for rank, file in files.items() if is_dict(state := file.found.root.get("state"))}
+        states = {rank: state for rank, file in files.items() if is_dict(state := file.torch_file.root.get("state"))}
         if not states:
             return
-        listed = {rank: _params(file.found.root) for rank, file in files.items()}
+        listed = {rank: _params(file.torch_file.root) for rank, file in files.items()}
         first, file = next(((state, files[rank]) for rank, state in states.items() if state), ({}, files[min(files)]))
         moments = [of_param.get("exp_avg") for of_param in first.values() if isinstance(of_param, dict)]
         names = self._names_of(listed[min(files)], first)
         self._count(listed, states, is_named=bool(names))
         # FSDP1 keeps slices of flat parameters, which show no shapes
         is_sliced = any(isinstance(value, StoredTensor) for value in moments)
-        if not names and not is_sliced and (made := optimizer_file(file.found.root)) is not None:
-            self.step_files = (StepFile(file.label, "optimizer state", "read", file.found.size, optimizer=made),)
+        if not names and not is_sliced and (made := optimizer_file(file.torch_file.root)) is not None:
+            self.step_files = (StepFile(file.label, "optimizer state", "read", file.torch_file.size, optimizer=made),)
         roots = {
             rank: {
                 f"optimizer.state.{names.get(param, param)}.{what}": value
@@ -435,13 +435,15 @@ class _RankReader:
 
         def number(counted: tuple[StoredTensor, OpenedFile]) -> int | None:
             step, file = counted
-            return number_in(ranges_of(folder, file.label), file.found, step)
+            return number_in(ranges_of(folder, file.label), file.torch_file, step)
 
         def text(counted: tuple[StoredTensor, OpenedFile]) -> str:
             return "?" if (value := number(counted)) is None else f"{value:,}"
 
         self.updates = number(steps[0][0]) if steps else None
-        self.statements.note_if_different("step", steps, by=lambda step: checksum(step[0], step[1].found), text=text)
+        self.statements.note_if_different(
+            "step", steps, by=lambda step: checksum(step[0], step[1].torch_file), text=text
+        )
 
     def _count(self, listed: Mapping[int, list[Any]], states: Mapping[int, dict[Any, Any]], is_named: bool) -> None:
         """Compare the number of parameters in each rank's optimizer with the model; of FSDP1's slices, the elements."""
@@ -452,7 +454,7 @@ class _RankReader:
         is_alike = self.statements.note_if_different("number of parameters in the optimizer", counts)
         if not is_alike or is_named or not model:
             return
-        parameters = _parameters(next(iter(model.values())).found.root)
+        parameters = _parameters(next(iter(model.values())).torch_file.root)
         chosen = [key for key in parameters if is_adapter(parse(key))] or list(parameters)
         file = model[min(model)]
         # Tied parameters have two keys, but one entry in the optimizer: equal checksum and shape count once.
@@ -475,7 +477,7 @@ class _RankReader:
         """Number -> key of its parameter, in model order: all parameters, or only adapters; {} where uncertain."""
         if any(isinstance(param, str) for param in listed):
             return {param: param for param in listed}
-        roots = [file.found.root for file in self._of("model").values()][:1]
+        roots = [file.torch_file.root for file in self._of("model").values()][:1]
         shapes_of_keys = {key: value.shape for root in roots for key, value in _parameters(root).items()}
         moments = {param: states.get("exp_avg") for param, states in state.items() if is_dict(states)}
         shapes = {param: moment.shape for param, moment in moments.items() if isinstance(moment, Stored)}
@@ -542,7 +544,7 @@ def _is_sliced(values: list[_RankValue]) -> bool:
 def _checksum(item: _RankValue) -> int:
     """CRC-32 of a rank's part, if it is one tensor that fills its storage; else 0."""
     parts = _locals(item.value)
-    return checksum(parts[0][1], item.file.found) if len(parts) == 1 else 0
+    return checksum(parts[0][1], item.file.torch_file) if len(parts) == 1 else 0
 
 
 def _mesh_key(value: Stored) -> Hashable:

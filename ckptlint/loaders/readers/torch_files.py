@@ -38,7 +38,7 @@ _COUNTED = 64  # parameters of an optimizer whose steps are read
 
 @dataclass(slots=True)
 class Columns:
-    """The parts of tensors in the files of a checkpoint; row i is what one file holds of one."""
+    """What the files of a checkpoint hold of its tensors; row i is what one file holds of one tensor."""
 
     rows: list[Row] = field(default_factory=list)
     places: list[Storage] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Columns:
         self.contents.append(record_content(tensor))
 
     def made(self) -> dict[str, Any]:
-        """Tensors by their printable keys, their records, and where these lie, as attributes of a checkpoint."""
+        """The attributes of a checkpoint that come of the rows: tensors by printable keys, records, storages."""
         tensors, records = tables(self.rows, np.array([row.offsets is not None for row in self.rows], bool))
         contents: dict[RecordContent, int] = {}
         content = [contents.setdefault(content_of_row, len(contents)) for content_of_row in self.contents]
@@ -96,7 +96,7 @@ class OpenedFile:
 
     file: RankFile
     number: int
-    found: TorchFile
+    torch_file: TorchFile
 
     @property
     def label(self) -> str:
@@ -121,7 +121,7 @@ class SetFiles:
     def open(
         self, path: str, kind: str, numbers: Mapping[str, int], holds: str, is_that: Callable[[Any], bool]
     ) -> OpenedFile | None:
-        """A file; None, and a problem, where it cannot be read or is not what it must hold, a noun with its test."""
+        """Opens a file; None, and a problem, where it cannot be read, or `is_that` denies that it `holds` that."""
         file, size = looked_at(self.folder, path, self.look_at_files)
         self.stored.append(file)
         label = file.name
@@ -139,7 +139,7 @@ class SetFiles:
         return OpenedFile(self.files[-1], len(self.stored) - 1, torch_file)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
-        """The checkpoint that the files make, with further attributes of it."""
+        """The checkpoint that lies in the files; `more` are attributes that its layout adds."""
         return Checkpoint(
             path=self.folder.display,
             files=FileTable.of(self.stored),
@@ -187,7 +187,7 @@ def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:
 
 
 def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile | None:
-    """A torch file; None, and a problem, where it cannot be read or nothing of it is left."""
+    """Reads a torch file; None, and a problem, where it cannot be read or holds nothing."""
     label = printable(name)
     try:
         file = read_torch_file(folder, name)
