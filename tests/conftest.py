@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pickles
 import pytest
 from hypothesis import is_hypothesis_test, settings
-from support import REAL, REPOSITORY, examples
+from support import REAL, REPOSITORY, SWEEP, examples
 
 from ckptlint import sandbox
 from ckptlint.formats.pickles import safe_pickle as unpickle
@@ -96,6 +97,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("sweep")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of the values that are asked for, a sweep that names its share tries one in so many where SWEEP=1 is not set."""
+    values = Counter[str]()
+    for item in session.items:
+        share = max((mark.kwargs.get("share", 1) for mark in item.iter_markers("sweep")), default=1)
+        test = item.nodeid.partition("[")[0]
+        if not SWEEP and values[test] % share:
+            item.add_marker(pytest.mark.skip(reason=f"one value in {share} is tried: SWEEP=1 tries all"))
+        values[test] += 1
 
 
 class Ranks(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]

@@ -127,6 +127,7 @@ def test_there_are_tables_for_the_types_that_were_promised() -> None:
     assert len(TYPES) >= 380
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_expression_of_a_table_can_be_read(model_type: str) -> None:
     table = model_table(model_type)

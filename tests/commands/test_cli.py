@@ -421,6 +421,7 @@ def test_json_follows_its_schema(paths: list[str]) -> None:
 NAMES = sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4]
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", [*NAMES[::3], *swept(*NAMES[1::3], *NAMES[2::3])])
 def test_json_of_real_checkpoints_follows_its_schema(name: str) -> None:
     VALIDATOR.validate(json.loads(invoke(str(REAL / name), "--format", "json", "--depth", "files").output))

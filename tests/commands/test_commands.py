@@ -93,6 +93,7 @@ def test_a_name_that_is_not_there_brings_the_nearest_one() -> None:
 # ---------------------------------------------------------------- show
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", READABLE)
 def test_show_has_everything_that_the_loader_read(name: str) -> None:
     loaded = ckptlint.load(REAL / name)

@@ -121,7 +121,7 @@ class Page(HTMLParser):
         self.found += [link for link in links if link and "evil" in link]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("format_", REPORTERS)
 def test_check(root: Path, format_: str) -> None:
     assert_prints(["check", str(root), "--all-steps", "-v", "--max-per-rule", "0", "--format", format_], format_)

@@ -238,6 +238,7 @@ FILES = {
 }
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("steps", [*FOLDERS.values(), *FILES.values()], ids=[*FOLDERS, *FILES])
 def test_steps_are_siblings_that_a_number_tells_apart(tmp_path: Path, steps: list[str]) -> None:
     for number, name in enumerate(steps):

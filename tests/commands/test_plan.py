@@ -205,6 +205,7 @@ def test_what_cannot_be_read_is_refused(name: str) -> None:
         ckptlint.plan(REAL / name, "dp=2")
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir() if path.is_dir()))
 def test_every_checkpoint_gets_an_answer(name: str) -> None:
     """A plan or one sentence, whatever is wrong."""

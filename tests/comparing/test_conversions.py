@@ -31,7 +31,7 @@ def compared(name: str, old: Path | None = None, new: Path | None = None) -> Val
     return found
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_real_conversion_is_proven(name: str) -> None:
     found = compared(name)
@@ -81,7 +81,7 @@ def test_a_near_miss_of_flux(tmp_path: Path, key: str, change: str | Callable[[l
 NEAR = bench("evidence/near_misses")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("kind", NEAR.KINDS)
 def test_a_near_miss_of_a_real_conversion_is_not_proven_and_named(tmp_path: Path, kind: str) -> None:
     judged = list(NEAR.near_misses(examples(1, 6), len(kind), tmp_path, [kind]))

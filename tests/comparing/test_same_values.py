@@ -433,7 +433,7 @@ FORMATS = ("fsdp2_4r", "megatron_tp2_dp2_fully_reshardable/iter_0000010", "deeps
            "rank_files/verl_tp2_fsdp2", "conversions/transformers_llama/disk")  # fmt: skip
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cut_side_is_never_proof(tmp_path: Path, name: str) -> None:
     """Each payload file lost a part of its end, its last bytes, or everything."""

@@ -31,6 +31,7 @@ EVERY = [
 pytestmark = pytest.mark.sweep
 
 
+@pytest.mark.sweep(share=4)
 @pytest.mark.parametrize(("path", "row", "number"), EVERY)
 def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str], number: int) -> None:
     wrong = list(wrong_at("data", path, row))
@@ -91,6 +92,7 @@ def test_every_folder_is_in_a_manifest_and_most_are_healthy() -> None:
 SHARED_ROWS = [row for row in manifest(SHARED) if int(row["issue"]) <= 3]
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.skipif(not SHARED_ROWS, reason="no folder of shared checkpoints beside the repository")
 @pytest.mark.parametrize("row", SHARED_ROWS, ids=lambda row: row["path"])
 def test_a_shared_checkpoint_gets_its_verdict(row: dict[str, str]) -> None:

@@ -68,6 +68,7 @@ def _slowest(pattern: Pattern, ways: Iterable[str]) -> tuple[float, str]:
     return worst
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize(("pattern", "ways"), _patterns())
 def test_a_long_text_takes_no_pattern_long(pattern: Pattern, ways: set[str]) -> None:
     seconds, text = _slowest(pattern, ways)

@@ -447,6 +447,7 @@ def row_run_end() -> int:
     return SMALL.index(b"ube", SMALL.index(CLASS)) + 2
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize(
     "inserted",
     [

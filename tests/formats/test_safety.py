@@ -746,6 +746,7 @@ SENSELESS: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(share=3)
 @in_columns
 @pytest.mark.parametrize("case", SENSELESS)
 def test_senseless_metadata_is_a_finding_in_every_format(tmp_path: Path, case: str) -> None:
@@ -796,6 +797,7 @@ TAGS = ["!!bool x", "!!int ''", "!!float ''", "!!timestamp x", "!!binary \u00e9"
 TAGS += ["!!int " + "9" * 5000, "!!python/object/apply:os.system [touch was_here]"]
 
 
+@pytest.mark.sweep(share=3)
 @one_way
 @pytest.mark.parametrize("value", [*TAGS, "{? [a] : b}", "&a [*a]", "*nowhere", "[" * 1500])
 def test_a_senseless_run_config_is_no_crash(tmp_path: Path, value: str) -> None:
@@ -1024,6 +1026,7 @@ def test_what_a_machine_reads_is_one_text_whatever_the_style(tmp_path: Path, for
     assert len({REPORTERS[format_](report, style) for style in styles}) == 1
 
 
+@pytest.mark.sweep(share=3)
 @in_columns
 @pytest.mark.parametrize("case", NASTY)
 def test_names_reach_no_output_raw(tmp_path: Path, case: str) -> None:
@@ -1046,6 +1049,7 @@ def test_names_reach_no_terminal_raw(tmp_path: Path, case: str, format_: str) ->
     assert_clean(done.stderr)
 
 
+@pytest.mark.sweep(share=3)
 @in_columns
 @pytest.mark.parametrize("case", sorted(set(NASTY) - {"surrogate"}))
 def test_names_in_a_refused_call_reach_no_output_raw(tmp_path: Path, case: str) -> None:
@@ -1058,6 +1062,7 @@ def test_names_in_a_refused_call_reach_no_output_raw(tmp_path: Path, case: str) 
         assert_clean(output)
 
 
+@pytest.mark.sweep(share=3)
 @one_way
 @pytest.mark.parametrize("suffix", [".safetensors", *swept(".data-00000-of-00001", ".distcp"), ""])
 @pytest.mark.parametrize("case", sorted(set(NASTY) - {"surrogate", "newline", "link"}))

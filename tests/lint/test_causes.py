@@ -121,6 +121,7 @@ def test_it_fires_on_its_own_case(name: str, case: Case, says: str, tmp_path: Pa
     check_sentence(report.causes[0], says)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize(("name", "table"), real_ones())
 def test_it_fires_on_a_real_checkpoint(name: str, table: dict[str, Any], tmp_path: Path) -> None:
     for depth in (table.get("depth", "files"), "data"):

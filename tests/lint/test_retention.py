@@ -26,7 +26,7 @@ from ckptlint.lint.steps.retention import deletable
 GOOD = REAL / "edit_base"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", simulated_runs.LAYOUTS)
 def test_enough_whole_steps_stay_whatever_a_run_went_through(tmp_path: Path, layout: str) -> None:
     deleted = 0
@@ -41,6 +41,7 @@ def test_enough_whole_steps_stay_whatever_a_run_went_through(tmp_path: Path, lay
     assert deleted
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", simulated_runs.LAYOUTS)
 def test_nothing_whole_is_lost_where_somebody_changes_the_run(tmp_path: Path, layout: str) -> None:
     for seed in range(examples(5, 20)):
@@ -180,6 +181,7 @@ POINTERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("point", POINTERS.values(), ids=POINTERS)
 def test_what_something_names_stays(run: Path, point: Callable[[Path], object]) -> None:
     assert "step-2" in names(run)

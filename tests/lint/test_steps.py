@@ -65,6 +65,7 @@ def test_a_run_that_lost_the_tracker_its_trainer_needs_is_told_so(lost: bool, tm
     assert advice == {"other": ""} | (said if lost else dict.fromkeys(said, ""))
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", ["verl", "megatron"])
 @pytest.mark.parametrize("numbers", [(1, 2), (5, 10, 15), (999, 1000), (10, 400), (0, 7, 1234567)])
 def test_what_a_tracker_says_is_compared_with_the_newest_step_that_passes(

@@ -86,7 +86,7 @@ def test_random_layouts_are_healthy(seed: int) -> None:
 DAMAGES = ("drop", "content", "shape", "dtype", "claim", "shift", "step")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("seed", range(examples(7, 14)))
 def test_random_damage_is_found_and_named(seed: int) -> None:
     states = layout(seed)

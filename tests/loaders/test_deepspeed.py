@@ -272,6 +272,7 @@ def copy(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield run
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_saves_are_named(case: str, copy: Callable[[str], Path]) -> None:
     name, damage, code, sentence = BROKEN[case]

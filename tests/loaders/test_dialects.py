@@ -186,6 +186,7 @@ DIALECTS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("protocol", [2, *swept(3), 4, *swept(5)])
 @pytest.mark.parametrize("case", DIALECTS)
 def test_a_dialect_is_read_without_a_complaint(tmp_path: Path, case: str, protocol: int) -> None:

@@ -170,6 +170,7 @@ def evil(mark: Path) -> Any:
 # ---------------------------------------------------------------- numpy
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("form", HEADERS)
 def test_an_array_of_objects_never_passes_however_its_header_is_written(step: Path, evil: bytes, form: str) -> None:
     for version in (1, 2, 3):
@@ -233,6 +234,7 @@ def test_an_array_that_only_a_newer_python_unpacks_is_told(step: Path, evil: byt
 # ---------------------------------------------------------------- packed
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("form", PACKED)
 def test_what_is_called_like_a_pickle_and_packed_never_passes(step: Path, evil: bytes, form: str) -> None:
     data = PACKED[form](evil)
@@ -444,6 +446,7 @@ YAMLS: dict[str, Callable[[str], bytes]] = {
 }
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("form", YAMLS)
 def test_tags_of_python_are_told_however_they_are_spelled(step: Path, mark: Path, form: str) -> None:
     yaml = pytest.importorskip("yaml")

@@ -219,6 +219,7 @@ def named(report: Report, run: Path) -> list[str]:
     return sorted(str(Path(part.checkpoint.path).relative_to(run)) for part in report.checkpoints)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_a_run_folder_means_its_newest_step(layout: Callable[[Path], list[str]], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -28,6 +28,7 @@ STEP = "iter_0000010"
 MODEL = "model_optim_rng.pt"
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("depth", ["METADATA", "FILES", "HEADERS", "DATA"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_megatron_saved_is_silent(name: str, depth: str) -> None:

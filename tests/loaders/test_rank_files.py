@@ -330,6 +330,7 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_named_once(tmp_path: Path, case: str) -> None:
     name, edit, code, key = BROKEN[case]

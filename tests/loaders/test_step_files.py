@@ -581,6 +581,7 @@ WRITERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_pickle_is_told_by_its_first_bytes(step: Path, marker: Path, form: str) -> None:
     for name in PLACES if form == "archive" else ("vocab.txt", "code/x.py"):

@@ -134,6 +134,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 """Files of a run -> those of its newest step, each of which a resume reads; and those of older steps."""
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_file_is_accounted_for(tmp_path: Path, name: str) -> None:
     """What is empty, full of zeros or cut is broken, whatever its first bytes; what is older is named as not read."""

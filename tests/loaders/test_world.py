@@ -31,6 +31,7 @@ def latest(path: Path) -> tuple[int, str, str]:
     return answer.returncode, answer.stdout.strip().removeprefix(f"{path}/"), answer.stderr
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["path"])
 def test_the_latest_step(row: dict[str, str]) -> None:
     assert latest(WORLD / row["path"])[:2] == (
@@ -38,6 +39,7 @@ def test_the_latest_step(row: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("depth", ["files", *swept("headers"), "data"])
 @pytest.mark.parametrize("row", HEALTHY, ids=lambda row: row["path"])
 def test_every_step_of_a_healthy_run_is_silent(row: dict[str, str], depth: str) -> None:
@@ -167,6 +169,7 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_told(tmp_path: Path, case: str) -> None:
     name, edit, code, key = BROKEN[case]

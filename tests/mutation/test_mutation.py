@@ -19,7 +19,7 @@ SEED = 0
 SAVES = examples(1, 3)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_a_sample_of_mutants(operator: Operator, tmp_path: Path) -> None:
     judged = excused = 0

@@ -112,6 +112,7 @@ def judged(layout: str, draws: int, folder: Path) -> Iterator[Judged]:
             shutil.rmtree(place)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_damage_is_told_once_by_its_rule(layout: str, tmp_path: Path) -> None:
     """Two operators in every run, all of them in a sweep."""

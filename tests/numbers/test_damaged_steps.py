@@ -221,7 +221,7 @@ def test_what_two_tensors_held_is_not_said_of_one(tmp_path: Path) -> None:
     assert "are those of" not in told
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=5)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_what_does_not_continue_is_named(damage: Damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, was = steps()

@@ -344,6 +344,7 @@ def combinations() -> Iterator[tuple[str, str]]:
     yield from draw.sample(each, len(each) // 3)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize(("name", "case"), [*combinations()], ids=lambda text: text.replace(" ", "_"))
 def test_training_breaks_no_law(name: str, case: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()

@@ -122,6 +122,7 @@ def test_training_is_silent(layout: str, steps: dict[int, tuple[State, State]], 
         assert (states.changes is not None and len(states.changes.rows) > 0) == HAS_STEPS[layout]
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damage_is_told(

@@ -181,6 +181,7 @@ def columns(folder: Path, fqn: str, *shares: list[int]) -> tuple[object, ...]:
     return tuple(getattr(payload, column)[record].item() for column in COLUMNS)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("dtype", sorted(ENCODINGS))
 def test_columns_agree_with_torch_across_blocks(dtype: str, block: int, tmp_path: Path) -> None:
     chance = np.random.default_rng(7)

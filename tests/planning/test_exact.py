@@ -77,6 +77,7 @@ def items(ckpt: Checkpoint, job: Job, rank: int) -> list[list[Any]]:
     return sorted(found)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "function", "mesh"),

@@ -83,6 +83,7 @@ def saved(jobs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
     return ckptlint.load(path)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "mesh", "to"),

@@ -44,6 +44,7 @@ def test_every_target_is_named_here(fuzz: ModuleType) -> None:
     assert list(fuzz.TARGETS) == TARGETS
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_holds_on_seeds_and_mutants(fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(unpickle, "WORTHWHILE", unpickle.WORTHWHILE)  # the target `metadata` sets it

@@ -83,6 +83,7 @@ def parts(value: Any, seen: set[type]) -> Iterator[Any]:
             yield from parts(getattr(value, item.name), seen)
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", OBJECTS)
 def test_it_behaves_as_an_object_should(name: str) -> None:
     whole = OBJECTS[name]()

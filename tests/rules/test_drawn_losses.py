@@ -350,7 +350,7 @@ def test_states_by_name_are_those_of_torch() -> None:
         assert repr(made) == repr(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_losses_of_an_optimizer_are_told_once(kind: str, tmp_path: Path) -> None:
     draw, wrong = random.Random(SEED), []

@@ -290,7 +290,7 @@ def wrong_with(make: Make, place: Path, draw: random.Random) -> str:
     return "" if len(loud) == 1 and re.search(wanted, loud[0]) else f"{wanted}: {loud}"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_losses_of_a_step_are_told_once(kind: str, tmp_path: Path) -> None:
     wrong = []

@@ -48,6 +48,7 @@ def test_a_shape_is_told_once_beside_a_reference() -> None:
     assert set(codes(folder, expect=config, select=["REF"])) == {"REF002"}
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("folder", sorted(EXPORTS.glob("ok_table_*")), ids=lambda folder: folder.name)
 def test_a_table_that_was_wrong_is_silent_and_judges(folder: Path, tmp_path: Path) -> None:
     """Nothing is found in the export; a tensor that is lost, and one of half its size, are."""

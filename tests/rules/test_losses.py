@@ -496,6 +496,7 @@ LOSSES: list[tuple[str, str, Damage, str, str]] = [
 ]
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize(("report", "export", "damage", "expected", "key"), LOSSES, ids=[row[0] for row in LOSSES])
 def test_a_loss_is_named(report: str, export: str, damage: Damage, expected: str, key: str, tmp_path: Path) -> None:
     folder = tmp_path / "export"

@@ -143,12 +143,14 @@ def payload(names: list[str]) -> list[str]:
 # ---------------------------------------------------------------- the same as a local folder
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("name", SAME)
 def test_an_object_store_gives_the_json_of_the_local_folder(s3: Server, put: Callable[..., str], name: str) -> None:
     url = put(REAL / name, name)
     assert as_json(ckptlint.check(url)) == as_json(ckptlint.check(REAL / name))
 
 
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("depth", ["headers", "data"])
 @pytest.mark.parametrize("name", ["fsdp2_4r", "megatron_tp2_pp2", "bugs/megatron4799e_broken", "hf_sharded", "zstd"])
 def test_the_payload_in_an_object_store_is_judged_as_a_local_one(
