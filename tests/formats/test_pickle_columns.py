@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickles import CF, CM, CP, MT, Call, Size, dumped, name_of, new
-from support import REAL, examples
+from support import REAL, SWEEP, examples
 
 from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.formats.pickles import columns as pickle_columns
@@ -28,7 +28,7 @@ from ckptlint.loaders.readers.dcp.save_plans import read_plans
 from ckptlint.sandbox import isolated
 
 NEVER = 1 << 60
-METADATA = sorted(REAL.rglob("*.metadata"))
+METADATA = sorted(REAL.rglob("*.metadata"))[:: 1 if SWEEP else 4]
 
 
 def read(data: bytes, worthwhile: int) -> Any:
@@ -75,6 +75,7 @@ def assert_read_alike(data: bytes) -> None:
 # ---------------------------------------------------------------- what is read
 
 
+@pytest.mark.sweep
 def test_every_real_file_says_the_same_both_ways() -> None:
     wrong = []
     for path in METADATA:
@@ -85,6 +86,7 @@ def test_every_real_file_says_the_same_both_ways() -> None:
     assert METADATA and not wrong, "\n".join(wrong)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("block", [1 << 20, 1000])
 def test_a_scanned_buffer_gives_every_real_file_back(block: int) -> None:
     wrong, with_row_runs = [], 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import simulated_runs
 from click.testing import CliRunner
 from simulated_runs import REQUEST, Run
@@ -77,9 +78,10 @@ def disagreements(made: Run) -> list[str]:
     return wrong
 
 
+@pytest.mark.sweep
 def test_views_agree(tmp_path: Path) -> None:
     layouts, unfinished = [*simulated_runs.LAYOUTS.values()], 0
-    for seed in range(examples(10, 60)):
+    for seed in range(examples(6, 60)):
         layout = layouts[seed % len(layouts)]
         folder = tmp_path / str(seed)
         folder.mkdir()
