@@ -277,7 +277,7 @@ def wrong_about(run: Path, steps: Steps) -> Iterator[str]:
         except CkptlintError as error:
             yield f"latest: {error}"
         else:
-            told = [search.found.path if search.found and not search.exit_code else "none" for search in found]
+            told = [search.newest.path if search.newest and not search.exit_code else "none" for search in found]
             if len(told) != 1 or told[0] not in newest:
                 yield f"latest names {told}, not {sorted(newest)}"
 
