@@ -663,7 +663,7 @@ def test_no_text_is_wider_than_the_terminal() -> None:
     """Only one word, such as a path, may be wider, alone on its line; a message on stderr is one line."""
     real = [str(path.relative_to(REPOSITORY)) for path in sorted(REAL.iterdir()) if path.is_dir()]
     few = [f"fixtures/real/{name}" for name in ("fsdp2_4r_hole", "frameworks/energon", "storage_too_short")]
-    places = real[::3] if SWEEP else few
+    places = real[::6] if SWEEP else few
     asked = [(*TEXTS[0], place) for place in places]
     asked += [(*command, place) for command in TEXTS[1:] for place in places[:: 3 if SWEEP else 1]]
     asked += [("diff", *pair) for pair in pairwise(places[:: 2 if SWEEP else 1])]

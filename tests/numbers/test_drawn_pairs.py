@@ -29,7 +29,7 @@ from saved_pairs import (
 from support import SWEEP, found, report_on, swept
 
 SEED = 79
-COUNT = int(os.environ.get("PAIRS", 30 if SWEEP else 12))
+COUNT = int(os.environ.get("PAIRS", 20 if SWEEP else 12))
 """Damaged pairs; healthy ones are half as many: `PAIRS=300 SWEEP=1 pytest tests/numbers/test_drawn_pairs.py`."""
 DRAWN = LAYOUTS if SWEEP else ("one_rank", "tp_4", COMMITTED)
 GOING_ON = ("one_rank", "tp_4") if SWEEP else ("one_rank",)
