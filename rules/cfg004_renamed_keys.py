@@ -109,8 +109,8 @@ def _diffusers_findings(ckpt: Checkpoint) -> Iterator[Finding]:
     """Findings on wrappers' names in a file of diffusers, whose keys may start with the name of a component."""
     counts: Counter[str] = Counter()
     for name in ckpt.tensors:
-        parts = name.split(".")
-        counts.update(INNER_WORDS.intersection(parts) | {"module"}.intersection(parts[:2]))
+        words = name.split(".")
+        counts.update(INNER_WORDS.intersection(words) | {"module"}.intersection(words[:2]))
     for word, count in counts.items():
         shown = next(name for name in ckpt.tensors if word in name.split("."))
         yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, shown, "certain")
@@ -127,7 +127,7 @@ def _wrapped_layers(ckpt: Checkpoint) -> Iterator[Finding]:
     odd = [name for name, short in bare.items() if usual[role(short)] >= _USUAL * seldom[role(short)]]
     odd = [name for name in odd if bare[name] not in ckpt.tensors]
     if len({role(name) for name in odd}) >= _ROLES:
-        word = next(part for part in odd[0].split(".") if part not in bare[odd[0]].split("."))
+        word = next(each for each in odd[0].split(".") if each not in bare[odd[0]].split("."))
         yield _finding(ckpt, f"{word}.", len(odd), len(ckpt.tensors), ckpt.metadata_file, odd[0], "certain")
 
 
@@ -147,8 +147,8 @@ def _wrappers_by_model(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
 
 def _wrapper_words(name: str) -> frozenset[str]:
     """The names of wrappers in a key: some count anywhere, others only as the first part."""
-    parts = name.split(".")
-    return INNER_WORDS.intersection(parts) | _LEADING.intersection(parts[:1])
+    words = name.split(".")
+    return INNER_WORDS.intersection(words) | _LEADING.intersection(words[:1])
 
 
 def _finding(

@@ -65,7 +65,7 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     other_keys = [key for key in tensors if is_own_file and key not in of_modules]
     empty = [key for key in (*keys, *other_keys) if 0 in tensors[key].global_shape]
     bad = set(empty)
-    matrices = [key for factors in modules for part, key in factors.keys.items() if part != "magnitude"]
+    matrices = [key for factors in modules for name, key in factors.keys.items() if name != "magnitude"]
     flat = [key for key in matrices if len(tensors[key].global_shape) < 2 and key not in bad]
     if empty:
         yield _shapeless(tensors, empty, len(keys) + len(other_keys), "empty")
@@ -138,21 +138,21 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
 def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Findings on modules with one of the two factors, one for all modules that lack A and one for B."""
     both = sum({"A", "B"} <= factors.keys.keys() for factors in modules)
-    parts: tuple[tuple[Part, Part], ...] = (("A", "B"), ("B", "A"))
-    for part, partner in parts:
-        lone = [factors.keys for factors in modules if partner in factors.keys and part not in factors.keys]
+    pairs: tuple[tuple[Part, Part], ...] = (("A", "B"), ("B", "A"))
+    for factor, partner in pairs:
+        lone = [factors.keys for factors in modules if partner in factors.keys and factor not in factors.keys]
         if keys := [of_module[partner] for of_module in lone]:
             these = "this module does" if len(keys) == 1 else f"these {len(keys)} modules do"
             yield Finding(
-                f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
+                f"factor {factor} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
                 at=Location(tensors[keys[0]]),
-                identity=(part, *keys),
+                identity=(factor, *keys),
                 keys=tuple(keys),
                 notes=_keys(keys, "stored alone"),
                 why="loading only warns and keeps the initial values: "
-                + (f"zeros, so {these} nothing" if part == "B" else "random numbers under a trained factor"),
+                + (f"zeros, so {these} nothing" if factor == "B" else "random numbers under a trained factor"),
                 hint="save again with both, or take the adapter from an earlier step",
-                group=f"alone {part}",
+                group=f"alone {factor}",
             )
 
 

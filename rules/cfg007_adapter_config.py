@@ -133,8 +133,8 @@ def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _wrapping(key: str) -> str:
     """The wrapper's name in a key, "" if there is none; `module` counts only in front of the whole model."""
-    parts = key.removeprefix(PREFIX).split(".")
-    return next((part for part in parts if part in WRAPPING), "module" if parts[0] == "module" else "")
+    words = key.removeprefix(PREFIX).split(".")
+    return next((word for word in words if word in WRAPPING), "module" if words[0] == "module" else "")
 
 
 def _zero_scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
@@ -315,7 +315,7 @@ def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Fac
 
 def _has_number(name: str) -> bool:
     """Whether the name holds a layer's number, so that the list was made for this model."""
-    return any(part.isdigit() for part in name.split("."))
+    return any(word.isdigit() for word in name.split("."))
 
 
 def _missing_saved_modules(ckpt: Checkpoint, config: AdapterConfig, modules: Iterable[str]) -> Iterator[Finding]:

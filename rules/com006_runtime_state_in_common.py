@@ -69,9 +69,9 @@ def _walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, int | None]]
     elif _STEP.search(path) and isinstance(value, (int, float)):
         yield path, None
     elif depth < _DEPTH and isinstance(value, dict):
-        for key, part in value.items():
+        for key, item in value.items():
             if key != "param_groups":
-                yield from _walk(f"{path}.{key}", part, depth + 1)
+                yield from _walk(f"{path}.{key}", item, depth + 1)
     elif depth < _DEPTH and isinstance(value, (list, tuple)):
-        for number, part in enumerate(value):
-            yield from _walk(f"{path}.{number}", part, depth + 1)
+        for number, item in enumerate(value):
+            yield from _walk(f"{path}.{number}", item, depth + 1)

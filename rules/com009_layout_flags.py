@@ -50,8 +50,8 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
     halves = [p.key.fqn for p in inventory.params if p.key.component in ("w", "v")]
     fused = [p.key.fqn for p in inventory.params if p.key.function == "mlp_in" and ".linear_fc1.weight" in p.key.fqn]
     stacked = [p.key.fqn for p in inventory.params if p.layer_axis is not None]
-    alone = [state for state in inventory.states if not any(part.startswith("mimo.") for part in state.chain)]
-    prefixed = [state.tensor.fqn for state in alone if any(part.startswith("chained_") for part in state.chain)]
+    alone = [state for state in inventory.states if not any(name.startswith("mimo.") for name in state.chain)]
+    prefixed = [state.tensor.fqn for state in alone if any(name.startswith("chained_") for name in state.chain)]
     bare = [state.tensor.fqn for state in alone if not state.chain]
     if flags.get("singleton_local_shards") is False and halves:
         yield _finding(ckpt, "singleton_local_shards", False, halves, "halves _w and _v", "fused weights")

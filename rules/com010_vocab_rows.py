@@ -69,8 +69,8 @@ def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding
 def _module_vocabularies(ckpt: Checkpoint, param: Param) -> Iterator[object]:
     """The vocabulary sizes in the configuration's sections for a table's modules (`qformer_config` for `qformer`)."""
     for name in param.tensor.fqn.split("."):
-        if ckpt.config is not None and isinstance(part := ckpt.config.values.get(f"{name}_config"), dict):
-            yield part.get("vocab_size")
+        if ckpt.config is not None and isinstance(section := ckpt.config.values.get(f"{name}_config"), dict):
+            yield section.get("vocab_size")
 
 
 def _unequal_tables(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:

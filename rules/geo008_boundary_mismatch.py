@@ -45,7 +45,7 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
                 continue
             if len(layout.outside) or layout.duplicates or layout.coverage != Coverage() or layout.is_row_major:
                 continue
-            misfits = [misfit for part, axis in _by_axis(tensor) for misfit in part.crossings if misfit.axis == axis]
+            misfits = [misfit for tiles, axis in _by_axis(tensor) for misfit in tiles.crossings if misfit.axis == axis]
             if not misfits and len(group) > _SIBLINGS and grids >= _MOST * (len(group) - 1):
                 misfits = tensor.tiling.nestings
             if misfits:

@@ -80,8 +80,8 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _prefix(param: Param) -> str:
     """The leading part of the key, without inner wrappers such as `_orig_mod`, which never change what a key means."""
-    parts = [part for part in param.tensor.fqn.split(".") if part not in _INNER]
-    return ".".join(parts[: len(parts) - param.key.path.count(".") - 1])
+    words = [word for word in param.tensor.fqn.split(".") if word not in _INNER]
+    return ".".join(words[: len(words) - param.key.path.count(".") - 1])
 
 
 def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
@@ -94,9 +94,9 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     is_scalar = a.volume <= 1
     shapes = f" but differ: {shape_text(b.global_shape)} and {shape_text(a.global_shape)}"
     share = Fraction(b.volume, a.volume) if a.volume else Fraction(1)
-    part = f", {share} of the elements" if share != 1 else ""
+    note = f", {share} of the elements" if share != 1 else ""
     axes = axes_of_size(trusted_topology(ckpt), share.denominator) if share.numerator == 1 else []
-    part += "".join(f" = 1/{axis}" for axis in axes)
+    note += "".join(f" = 1/{axis}" for axis in axes)
     return Finding(
         f"two keys name one parameter{f', both {shape_text(b.global_shape)}' if equal else shapes}",
         at=Location(b),
@@ -104,7 +104,7 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
         severity=Severity.INFO if equal or is_scalar else None,
         notes=(
             ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
-            ("this key", f"{b.fqn}: {b.dtype} {shape_text(b.global_shape)}{part}"),
+            ("this key", f"{b.fqn}: {b.dtype} {shape_text(b.global_shape)}{note}"),
         ),
         why="the parameter is stored twice, and a loader may take either copy" if equal else "",
         hint="" if equal else "find out which of the two your loader asks for; the smaller is probably one rank's part",
@@ -121,7 +121,7 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
     fit, needed = config_fit(ckpt), set[str]()
     # Multimodal configurations have the field at the top and in `text_config`, and classes differ in which they read.
     values = ckpt.config.values if ckpt.config is not None and ckpt.is_export else {}
-    levels = [values, *(part for part in values.values() if isinstance(part, dict))]
+    levels = [values, *(section for section in values.values() if isinstance(section, dict))]
     by_config = {bool(level["tie_word_embeddings"]) for level in levels if "tie_word_embeddings" in level}
     if not isinstance(fit, str):  # a class that needs both ties neither
         needed = {key for name, key in fit.pairing.stored.items() if fit.expected.tensors[name].needed}

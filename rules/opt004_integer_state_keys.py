@@ -30,11 +30,11 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no optimizer state is keyed by an integer")
     keys = [parse(tensor.fqn) for tensor in numbered]
     stages = ckpt.topology["pp"].size if "pp" in ckpt.topology else 1
-    parts = len({(key.scope, key.path.partition(".")[0]) for key in keys})
-    if stages < 2 and parts < 2:
+    optimizers = len({(key.scope, key.path.partition(".")[0]) for key in keys})
+    if stages < 2 and optimizers < 2:
         return
     ids = {int(number) for key in keys if (number := key.path.split(".state.", 1)[-1].split(".")[0]).isdecimal()}
-    several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{parts} optimizers"] * (parts > 1)
+    several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{optimizers} optimizers"] * (optimizers > 1)
     message = f"{len(numbered)} states are keyed by integers ({ranges(ids)}) in a job with {' and '.join(several)}"
     hint = "load with the same layout: after a change of stages or groups these states go to other parameters"
     yield Finding(message, at=Location(numbered[0]), hint=hint)

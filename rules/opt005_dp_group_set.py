@@ -74,7 +74,7 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: bool) -> list[_Kind]:
     """The kinds the chain may be of: dense, and experts; [] if its mesh is unknown, as of multimodal modules."""
-    if not {"tp", "pp"} <= sizes.keys() or any(part.startswith("mimo.") for part in chain):
+    if not {"tp", "pp"} <= sizes.keys() or any(name.startswith("mimo.") for name in chain):
         return []
     tp, pp = sizes["tp"].size, sizes["pp"].size
     kinds = [_Kind("dense", tp, pp, f"tp {tp} x pp {pp}")]

@@ -43,8 +43,8 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
     top = np.maximum.reduceat(most, begin)
     with np.errstate(over="ignore", invalid="ignore"):
         is_top = np.zeros(len(most), bool)
-        parts = np.split(most, begin[1:])
-        is_top[[start + int(part.argmax()) for start, part in zip(begin.tolist(), parts, strict=True)]] = True
+        groups = np.split(most, begin[1:])
+        is_top[[start + int(group.argmax()) for start, group in zip(begin.tolist(), groups, strict=True)]] = True
         others = np.add.reduceat(squares + np.where(is_top, 0.0, most * most), begin)
         count = np.add.reduceat(numbers.elements, begin)
         rms = np.sqrt(others / np.maximum(count - 1, 1))

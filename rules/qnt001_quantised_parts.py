@@ -58,8 +58,8 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
             group="without meaning",
         )
     yield from _missing(ckpt, stored)
-    for scheme, parts in stored.alone.items():
-        yield from _scales_alone(ckpt, scheme, parts)
+    for scheme, scales in stored.alone.items():
+        yield from _scales_alone(ckpt, scheme, scales)
 
 
 def _integer_weights(ckpt: Checkpoint, stored: Quantisation) -> list[Tensor]:
@@ -154,11 +154,11 @@ def _name(stored: Quantisation, scheme: Scheme, part: Part) -> str:
     return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))
 
 
-def _scales_alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[Finding]:
+def _scales_alone(ckpt: Checkpoint, scheme: Scheme, scales: dict[str, str]) -> Iterator[Finding]:
     """Scales whose weight is not stored, or is stored in full precision."""
     for is_wide in (True, False):
-        keys = [key for key, weight in parts.items() if (weight in ckpt.tensors) == is_wide]
-        weights = list(dict.fromkeys(parts[key] for key in keys))
+        keys = [key for key, weight in scales.items() if (weight in ckpt.tensors) == is_wide]
+        weights = list(dict.fromkeys(scales[key] for key in keys))
         if not weights:
             continue
         many = len(weights) > 1

@@ -59,18 +59,18 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
     if not sums:
         raise NotApplicable("the reference gives no shapes, or shares no key with this checkpoint")
     whole: dict[str, _Sum] = defaultdict(_Sum)
-    for (kind, _), part in sums.items():
-        whole[kind].expected += part.expected
-        whole[kind].stored += part.stored
-        whole[kind].keys += part.keys
+    for (kind, _), group in sums.items():
+        whole[kind].expected += group.expected
+        whole[kind].stored += group.stored
+        whole[kind].keys += group.keys
     for kind, total in whole.items():
-        parts = {label: part for (of, label), part in sums.items() if of == kind}
-        if (factor := total.factor()) is not None and len(parts) > 1:
-            yield _finding(ckpt, f"the {kind}", kind, total, factor, parts)
+        groups = {label: group for (of, label), group in sums.items() if of == kind}
+        if (factor := total.factor()) is not None and len(groups) > 1:
+            yield _finding(ckpt, f"the {kind}", kind, total, factor, groups)
             continue
-        for label, part in parts.items():
-            if (factor := part.factor()) is not None:
-                yield _finding(ckpt, label, f"{kind} {label}", part, factor, {})
+        for label, group in groups.items():
+            if (factor := group.factor()) is not None:
+                yield _finding(ckpt, label, f"{kind} {label}", group, factor, {})
 
 
 def _sums(ckpt: Checkpoint, comparison: KeyComparison) -> dict[tuple[str, str], _Sum]:
@@ -85,9 +85,9 @@ def _sums(ckpt: Checkpoint, comparison: KeyComparison) -> dict[tuple[str, str], 
         bits = ITEM_BITS.get(entry.dtype or "")
         if entry.shape is not None and bits is not None and entry.fqn not in counted:
             counted.add(entry.fqn)
-            part = sums[entry.kind, _label(entry)]
-            part.expected += prod(entry.shape) * bits // 8
-            part.keys += 1
+            group = sums[entry.kind, _label(entry)]
+            group.expected += prod(entry.shape) * bits // 8
+            group.keys += 1
     known, counted = counted, set()
     for pair in comparison.pairs:
         if pair.expected.fqn in known and pair.stored.fqn not in counted:
@@ -106,9 +106,9 @@ def _label(entry: KeyEntry) -> str:
     return f"the experts of {where}" if key.in_experts else where
 
 
-def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:
+def _finding(ckpt: Checkpoint, subject: str, name: str, total: _Sum, factor: int, groups: dict[str, _Sum]) -> Finding:
     """The finding on a part of the model that is a whole factor smaller than the reference."""
-    odd = sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
+    odd = sorted(groups.items(), key=lambda item: item[1].stored - item[1].expected)
     odd = [(label, inner) for label, inner in odd if inner.stored != inner.expected]
     sizes = [f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}" for label, inner in odd]
     names = axes_of_size(ckpt.topology, factor)
@@ -118,7 +118,7 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
     return Finding(
         f"{subject} {hold} {stored}, 1/{factor} of the {expected} in the reference",
         at=Location(label=f"{ckpt.metadata_file}, compared with {require(ckpt.reference).source}"),
-        identity=(part, str(factor)),
+        identity=(name, str(factor)),
         notes=(
             ("counted", f"{total.stored:,} and {total.expected:,} bytes, in the dtypes of the reference"),
             ("parts", ", ".join(sizes[:_SHOWN])),

@@ -57,6 +57,6 @@ def _odd_rows(reference: Reference, payload: PayloadTable, fqn: str) -> str:
     for dtype, expected in reference.rows.get(fqn, {}).items():
         stored = payload.row_hashes.get(fqn, {}).get(dtype)
         if stored is not None and len(stored) == len(expected):
-            parts = ranges(np.flatnonzero(stored != expected).tolist()).split(",")
-            return f": rows {first_names(parts, _RANGES, 'range')} of {len(expected):,}"
+            spans = ranges(np.flatnonzero(stored != expected).tolist()).split(",")
+            return f": rows {first_names(spans, _RANGES, 'range')} of {len(expected):,}"
     return ""

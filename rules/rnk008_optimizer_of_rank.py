@@ -33,14 +33,14 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero
     """
-    part = compared(ckpt).of_a_part
-    reported_as_part = set(part)
+    fewer = compared(ckpt).of_a_part
+    reported_as_part = set(fewer)
     for item in require(ckpt.rank_files).misfits:
         if item.what in _SENTENCES and item not in reported_as_part:
             yield _finding(item, "certain", "take both files of this rank from one save, or go back one step")
-    if part:  # one cause, reported for the first file
+    if fewer:  # one cause, reported for the first file
         hint = "check whether the job freezes the rest: all ranks show the same, and no file says so"
-        yield _finding(part[0], "possible", hint)
+        yield _finding(fewer[0], "possible", hint)
 
 
 def _finding(item: Misfit, confidence: Confidence, hint: str) -> Finding:

@@ -35,7 +35,7 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the step before holds different tensors")
     if ckpt.records.transformed.any() or before.records.transformed.any():
         raise NotApplicable("records went through a stream transform")
-    size, size_before = (int(part.records.byte_length.sum()) for part in (ckpt, before))
+    size, size_before = (int(save.records.byte_length.sum()) for save in (ckpt, before))
     more = _ENVELOPE * (len(ckpt.records) - len(before.records))
     if not size_before or (size_before <= 2 * size + max(-more, 0) and size <= 2 * size_before + max(more, 0)):
         return

@@ -116,11 +116,11 @@ def _components(ckpt: Checkpoint) -> Iterator[Found]:
         yield _odd_component(odd, partner, components), tuple(involved)
 
 
-def _unequal_components(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[Param, Param]]:
+def _unequal_components(params: dict[tuple[str, str], Param]) -> Iterator[tuple[Param, Param]]:
     """Pairs of components that must have equal rows and do not."""
     ratios = {}
     for name in ("in_proj", "conv1d"):
-        query, key = parts.get((name, "query")), parts.get((name, "key"))
+        query, key = params.get((name, "query")), params.get((name, "key"))
         if query and key and query.own_shape[0]:
             ratios[name] = (query, key)
     # Where the key is a multiple of the query in both tensors it holds several copies (a product of delta rules).
@@ -129,13 +129,13 @@ def _unequal_components(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[P
     if not (len(counts) == 1 and all(copies)):
         yield from ((q, k) for q, k in ratios.values() if q.own_shape[0] != k.own_shape[0])
     for component in _SHARED:
-        first, second = parts.get(("in_proj", component)), parts.get(("conv1d", component))
+        first, second = params.get(("in_proj", component)), params.get(("conv1d", component))
         if first and second and first.own_shape[0] != second.own_shape[0]:
             yield first, second
 
 
-def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Param]) -> Finding:
-    table = grouped((name, f"{component} {param.own_shape[0]:,}") for (name, component), param in parts.items())
+def _odd_component(odd: Param, partner: Param, params: dict[tuple[str, str], Param]) -> Finding:
+    table = grouped((name, f"{component} {param.own_shape[0]:,}") for (name, component), param in params.items())
     return Finding(
         f"component{{of}} has {odd.own_shape[0]:,} rows, but {short_name(partner)} has {partner.own_shape[0]:,}",
         at=Location(odd.tensor),

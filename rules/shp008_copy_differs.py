@@ -46,7 +46,7 @@ def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _place(copy: Param) -> tuple[tuple[str, ...], str]:
     """Where the model has what the copy has."""
-    return tuple(part for part in copy.key.scope if part not in COPIES), copy.key.path
+    return tuple(name for name in copy.key.scope if name not in COPIES), copy.key.path
 
 
 def _shape(name: str, param: Param, copy: Param) -> Finding:
