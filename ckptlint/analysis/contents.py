@@ -73,7 +73,7 @@ def parameters_of(ckpt: Checkpoint) -> Parameters:
 def _part(key: Key) -> str:
     if key.kind == "optimizer" or key.path.rpartition(".")[2] in _STATES:
         return "optimizer"
-    return "other" if key.kind == "runtime" else next((part for part in key.scope if part in COPIES), "model")
+    return "other" if key.kind == "runtime" else next((name for name in key.scope if name in COPIES), "model")
 
 
 def tensors_by_part(ckpt: Checkpoint) -> dict[str, dict[str, tuple[int, int]]]:

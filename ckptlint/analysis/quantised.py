@@ -64,8 +64,8 @@ class Declaration(NamedTuple):
 
     def names(self, module: str) -> bool:
         """Whether the ignore list names this module, exactly or by a pattern of its full name."""
-        parts = module.split(".")
-        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        words = module.split(".")
+        ends = (".".join(words[start:]) for start in range(len(words)))
         return not self.ignored.isdisjoint(ends) or bool(self.patterns.match(module))
 
     def ignores(self, name: str) -> bool:
@@ -317,10 +317,10 @@ def _method(config: Mapping[str, Any]) -> str:
 def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaration:
     """Parse a quantisation config into schemes, options of each group and ignored modules."""
     groups = config.get("config_groups")
-    parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [config]
+    configs = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [config]
     meant: dict[Scheme, None] = {}
     options, words, is_exact = [], [], config.get("quantization_status") not in _UNFINISHED
-    for group in parts:
+    for group in configs:
         weights = group.get("weights")
         of_weights = weights if isinstance(weights, dict) else group
         stated = {**config, **of_weights, "quant_method": method, "format": group.get("format") or config.get("format")}

@@ -115,8 +115,8 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
     record = tensor.chunks.record
     kept = (record >= 0) & np.isin(ckpt.records.file[record], files)
     tiling = tensor.tiling
-    part = Tiling(tiling.shape, tiling.offsets[kept], tiling.sizes[kept])
-    return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
+    held = Tiling(tiling.shape, tiling.offsets[kept], tiling.sizes[kept])
+    return not len(held.outside) and not held.duplicates and held.coverage == Coverage()
 
 
 class Replaced(NamedTuple):

@@ -393,15 +393,15 @@ class _Judge:
 
     def _root(self, home: str) -> str:
         """The shortest prefix of this path below which no key is stored."""
-        parts = home.split(".")
-        roots = (".".join(parts[:end]) for end in range(1, len(parts)))
+        words = home.split(".")
+        roots = (".".join(words[:end]) for end in range(1, len(words)))
         return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
 
     def _mtp_layers(self) -> Iterator[tuple[str, set[str], list[tuple[str, set[str]]]]]:
         """Each stored layer for multi-token prediction, and the model's by similarity to it: (prefix, key suffixes)."""
         # by its name (`mtp`), its joining modules, or a number past the last layer where the configuration declares any
         main = _by_layer(name for name, tensor in self.tensors.items() if tensor.needed)
-        joints = {part for group in _MTP_JOINTS for part in group}
+        joints = {joint for group in _MTP_JOINTS for joint in group}
         for block, layers in _by_layer(self.beyond_model).items():
             homes = [block] if block in main else [*main]
             for number, tensors in sorted(layers.items()):
@@ -422,11 +422,11 @@ class _Judge:
             gone = sorted(tail for tail in tails - tensors if tail.partition(".")[0] not in built_otherwise)
             lost += [f"{start}{tail}" for tail in gone if tensors & tails]
         joints = {
-            name.removesuffix(part) + joint
+            name.removesuffix(ending) + joint
             for group in _MTP_JOINTS
-            for part in group
+            for ending in group
             for name in every
-            if f".{name}".endswith(f".{part}")
+            if f".{name}".endswith(f".{ending}")
             for joint in group
         }
         # A joint counts as present if any key starts with its stem: LongCat writes `enorm.m.weight`.
@@ -526,17 +526,17 @@ class _Judge:
         # transformers writes its version, and every field that differs from its default
         if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.has_megatron_names:
             return ()
-        given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
+        given = set(self.config) | {inner for each in self.config.values() if isinstance(each, dict) for inner in each}
         named = (name for name in self.pairing.expected.fields if name not in _LABELS)
         return tuple(name for name in named if name.rpartition(".")[2] not in given)
 
 
 def _may_lie_beside(name: str) -> bool:
     """Whether an unknown key is no parameter of the model: a buffer, a second copy, an adapter."""
-    parts = name.split(".")
-    if COMPUTED & {parts[-1], ".".join(parts[-2:])} or "rotary_emb" in parts:
+    words = name.split(".")
+    if COMPUTED & {words[-1], ".".join(words[-2:])} or "rotary_emb" in words:
         return True
-    if name.endswith((".attn.bias", ".attention.bias")) and parts[-3:-2] and parts[-3].isdecimal():
+    if name.endswith((".attn.bias", ".attention.bias")) and words[-3:-2] and words[-3].isdecimal():
         return True  # the causal mask of GPT-2 and GPT-NeoX
     key = parse(name)
     return key.kind != "model" or bool(COPIES & set(key.scope)) or is_adapter(key)

@@ -146,7 +146,7 @@ def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> KeyEntry | None:
             return None
         what, kind, key = "param" if named[0] in MASTER_COPIES else named[0], "optimizer", parse(named[1])
         # chains are counted through and shift when a kind of parameter joins or leaves
-        scope = tuple(part for part in (*scope, *key.scope) if not part.startswith("chained"))
+        scope = tuple(name for name in (*scope, *key.scope) if not name.startswith("chained"))
     if key.kind != "model" or key.path.endswith("_flat_param"):
         return None
     of: EntryKind = "optimizer" if kind == "optimizer" else "copy" if COPIES & set(scope) else "model"
@@ -159,20 +159,20 @@ def _path(key: Key) -> str:
     >>> [_path(parse(name)) for name in ("layers.3.experts.local_experts.7.fc1.weight", "layers.experts.fc1.weight2")]
     ['layers.experts.fc1', 'layers.experts.fc1']
     """
-    parts = [part for part in key.role.split(".") if part != "*"]
+    words = [word for word in key.role.split(".") if word != "*"]
     if key.in_experts:
-        parts = ["experts" if part == "local_experts" else part for part in parts]
-        parts = [part for i, part in enumerate(parts) if part != "experts" or parts[i - 1 : i] != ["experts"]]
-        parts[-1] = parts[-1].rstrip("*")
-        if parts[-1] == "weight":
-            parts.pop()
-    return ".".join(parts)
+        words = ["experts" if word == "local_experts" else word for word in words]
+        words = [word for i, word in enumerate(words) if word != "experts" or words[i - 1 : i] != ["experts"]]
+        words[-1] = words[-1].rstrip("*")
+        if words[-1] == "weight":
+            words.pop()
+    return ".".join(words)
 
 
 def _lies_in(fqn: str, names: set[str]) -> bool:
     """Whether an entry of bytes holds the key, itself or in a dict that was stored whole."""
-    parts = fqn.split(".") if names else []
-    return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
+    words = fqn.split(".") if names else []
+    return any(".".join(words[:stop]) in names for stop in range(1, len(words) + 1))
 
 
 def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[KeyFamily, list[KeyEntry]]) -> bool:
@@ -343,8 +343,8 @@ def _singles(mine: Slots, others: Slots) -> list[LoneKeys]:
 def _part(slots: list[Slot], entry: KeyEntry) -> str:
     layers = {layer for layer, _ in slots if isinstance(layer, int)} if entry.key.layer is None else set()
     experts = {expert for _, expert in slots if isinstance(expert, int)} if entry.key.expert is None else set()
-    parts = [f"{word} {ranges(numbers)}" for word, numbers in (("layers", layers), ("experts", experts)) if numbers]
-    return ", ".join(parts)
+    texts = [f"{word} {ranges(numbers)}" for word, numbers in (("layers", layers), ("experts", experts)) if numbers]
+    return ", ".join(texts)
 
 
 @fact

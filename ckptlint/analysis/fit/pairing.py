@@ -75,7 +75,7 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
     carried: Counter[str] = Counter()
     paired, unknown = _pair(form, rest, stored, bare_name)  # words inside of names
     for name in paired:
-        carried.update(f"{part}." for part in dict.fromkeys(name.split(".")) if part in _BETWEEN)
+        carried.update(f"{word}." for word in dict.fromkeys(name.split(".")) if word in _BETWEEN)
     base = words = ""
     odd: tuple[str, ...] = ()
     if unknown and len(stored) < len(wanted):
@@ -90,7 +90,7 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
             paired, unknown = _pair(form, unknown, stored, _once)
             for name in paired:
                 carried.update(
-                    {f"{part}.{part}." for part, following in pairwise(name.split(".")) if part == following}
+                    {f"{word}.{word}." for word, following in pairwise(name.split(".")) if word == following}
                 )
             base = _base(form, unknown, stored)
             _, unknown = _pair(form, unknown, stored, lambda name: f"{base}.{name}" if base else "")
@@ -103,13 +103,13 @@ def bare_name(name: str) -> str:
     >>> bare_name("layers.0._orig_mod.up.weight"), bare_name("layers.0.module.up.weight")
     ('layers.0.up.weight', 'layers.0.up.weight')
     """
-    first, *parts = name.split(".")
-    kept = [part for part in parts if part not in _BETWEEN and part not in _MIXED]
+    first, *words = name.split(".")
+    kept = [word for word in words if word not in _BETWEEN and word not in _MIXED]
     return ".".join(kept if first in INNER_WORDS else [first, *kept])
 
 
 def _bare(name: str) -> list[str]:
-    return [part for part in name.split(".") if part not in INNER_WORDS and part not in _MIXED]
+    return [word for word in name.split(".") if word not in INNER_WORDS and word not in _MIXED]
 
 
 def _prefix(form: Expected, names: list[str], stored: dict[str, str]) -> tuple[tuple[str, ...], str]:
@@ -117,11 +117,11 @@ def _prefix(form: Expected, names: list[str], stored: dict[str, str]) -> tuple[t
     votes: Counter[tuple[str, ...]] = Counter()
     shown: dict[tuple[str, ...], str] = {}
     for name in names:
-        parts = _bare(name)
-        for start in range(1, min(len(parts), _DEPTH)):
-            tail = ".".join(parts[start:])
+        words = _bare(name)
+        for start in range(1, min(len(words), _DEPTH)):
+            tail = ".".join(words[start:])
             if tail in form.tensors and tail not in stored:
-                before = tuple(parts[:start])
+                before = tuple(words[:start])
                 votes[before] += 1
                 shown.setdefault(before, _as_stored(name, before))
                 break
@@ -133,12 +133,12 @@ def _prefix(form: Expected, names: list[str], stored: dict[str, str]) -> tuple[t
 
 def _as_stored(name: str, before: tuple[str, ...]) -> str:
     """The start of a name up to the last of these parts, including wrapper words between them."""
-    parts, wanted = name.split("."), list(before)
-    for count, part in enumerate(parts, 1):
-        if wanted and part == wanted[0]:
+    words, wanted = name.split("."), list(before)
+    for count, word in enumerate(words, 1):
+        if wanted and word == wanted[0]:
             wanted.pop(0)
-        if not wanted and (count == len(parts) or parts[count] not in INNER_WORDS):
-            return ".".join(parts[:count]) + "."
+        if not wanted and (count == len(words) or words[count] not in INNER_WORDS):
+            return ".".join(words[:count]) + "."
     return ".".join(before) + "."
 
 
@@ -158,13 +158,13 @@ def _pair(
 
 def _once(name: str) -> str:
     """A name without the second of two equal parts in a row (`encoder.encoder.`)."""
-    return ".".join(part for part, _ in groupby(name.split(".")))
+    return ".".join(word for word, _ in groupby(name.split(".")))
 
 
 def _below(prefix: tuple[str, ...], name: str) -> str:
     """What follows a prefix in a name without wrapper words; "" for a name without the prefix."""
-    parts = _bare(name)
-    return ".".join(parts[len(prefix) :]) if tuple(parts[: len(prefix)]) == prefix else ""
+    words = _bare(name)
+    return ".".join(words[len(prefix) :]) if tuple(words[: len(prefix)]) == prefix else ""
 
 
 def _base(form: Expected, names: list[str], stored: dict[str, str]) -> str:

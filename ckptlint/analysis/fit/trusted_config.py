@@ -129,7 +129,7 @@ def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
 def main_params(ckpt: Checkpoint) -> list[Param]:
     """The parameters that the declared sizes describe; none where several modules share one set of arguments."""
     params = inventory_of(ckpt).params
-    if ckpt.partial_because or any(part.startswith("mimo.") for param in params for part in param.key.scope):
+    if ckpt.partial_because or any(name.startswith("mimo.") for param in params for name in param.key.scope):
         return []
     return params
 
@@ -160,8 +160,8 @@ def _declared_layers(ckpt: Checkpoint, block: str, is_only: bool) -> Declared | 
     """The declared number of layers of a block, from the config section of its prefix where one exists."""
     prefix, config = block.removesuffix(".layers"), ckpt.config
     name, declared = "layers" if is_only else f"{prefix}_layers", ckpt.declared
-    if config is not None and (part := config.values.get(f"{prefix}_config") or config.values.get(prefix)):
-        name, declared = "layers", read_declared([(config.file, part)])
+    if config is not None and (section := config.values.get(f"{prefix}_config") or config.values.get(prefix)):
+        name, declared = "layers", read_declared([(config.file, section)])
     return declared[name] if number(declared, name) else None
 
 
@@ -210,10 +210,10 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
     hidden: dict[str, set[int]] = defaultdict(set)
     routers: set[tuple[int, ...]] = set()
     for param in params:
-        key, parts, shape = param.key, param.key.path.split("."), param.own_shape
-        if key.function == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
+        key, words, shape = param.key, param.key.path.split("."), param.own_shape
+        if key.function == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(words):
             hidden["embedding columns"].add(shape[1])
-        elif key.function == "norm" and len(shape) == 1 and not key.block and FINAL_NORMS & set(parts[-2:-1]):
+        elif key.function == "norm" and len(shape) == 1 and not key.block and FINAL_NORMS & set(words[-2:-1]):
             hidden["final norm"].add(shape[0])
         elif key.function == "router" and len(shape) == 2 and key.block in MAIN_BLOCKS:
             routers.add(shape)

@@ -22,17 +22,17 @@ _CORE = (
 def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]]) -> str:
     """Expected keys in few words: what is outside of layers, then those that `whole_layers` found, then roles."""
     lost = set(names)
-    parts = []
+    globs = []
     for block, numbers in whole.items():
         count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))
         shown = fit.shown(block)
         some = f"{shown}.{{{ranges(numbers)}}}.* ({plural(count, 'key')} each)"
-        parts.append(some if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
+        globs.append(some if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
     rest = [name for name in names if numbered_layer(name) not in gone]
-    parts = [*fold_names(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
-    parts += fold_names(fit.shown(n) for n in rest if numbered_layer(n) is not None)
-    return first_names(parts, _SHOWN, "pattern")
+    globs = [*fold_names(fit.shown(n) for n in rest if numbered_layer(n) is None), *globs]
+    globs += fold_names(fit.shown(n) for n in rest if numbered_layer(n) is not None)
+    return first_names(globs, _SHOWN, "pattern")
 
 
 def whole_layers(fit: Fit, lost: Collection[str]) -> dict[str, list[int]]:

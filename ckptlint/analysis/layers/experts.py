@@ -79,8 +79,8 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
         size = hidden[block].size if block in hidden else None
         if roles := _roles(params, size):
             paths = (param.key.path.split(".") for role in roles for param in role.params)
-            shared = takewhile(lambda parts: len({*parts}) == 1 and parts[0] not in _EXPERTS, zip(*paths, strict=False))
-            home = ".".join(parts[0] for parts in shared)  # the module that holds all these experts
+            shared = takewhile(lambda same: len({*same}) == 1 and same[0] not in _EXPERTS, zip(*paths, strict=False))
+            home = ".".join(same[0] for same in shared)  # the module that holds all these experts
             # in the module that holds the experts, at most two levels below
             routers = [
                 param

@@ -31,8 +31,8 @@ class Hidden(NamedTuple):
 
     def __str__(self) -> str:
         counted = [f"{n} {what}{'s' if n > 1 else ''}" for what, n in self.sources]
-        parts = [f"hidden_size of {self.declared}"] * bool(self.declared) + counted
-        return f"hidden size {self.size:,} from {join_words(parts)}"
+        texts = [f"hidden_size of {self.declared}"] * bool(self.declared) + counted
+        return f"hidden size {self.size:,} from {join_words(texts)}"
 
 
 @fact
@@ -110,10 +110,10 @@ def _is_layer_norm(param: Param) -> bool:
 
 def _home(key: Key) -> str:
     """The path (with a final dot) whose blocks a module outside layers is evidence for."""
-    parts = module_path(key)[:-1]
-    if parts and parts[-1] in ("embedding", "embeddings"):
-        parts = parts[:-1]
-    return "".join(f"{part}." for part in parts)
+    modules = module_path(key)[:-1]
+    if modules and modules[-1] in ("embedding", "embeddings"):
+        modules = modules[:-1]
+    return "".join(f"{module}." for module in modules)
 
 
 def _agreed(sizes: dict[str, Counter[int]], routers: list[Shape]) -> Hidden | None:

@@ -102,7 +102,7 @@ def is_width(param: Param, inner: int, partner: Param, width: int) -> bool:
 def short_name(param: Param) -> str:
     """The name below its layer, or below the experts."""
     tail = inside_layer(param.key)
-    start = next((i + 1 for i, part in enumerate(tail) if part in ("experts", "local_experts")), 0)
+    start = next((i + 1 for i, word in enumerate(tail) if word in ("experts", "local_experts")), 0)
     return ".".join(tail[start:] if len(tail) > start else tail).lstrip("0123456789.")
 
 

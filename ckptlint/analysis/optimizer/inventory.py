@@ -116,7 +116,7 @@ def inventory_of(ckpt: Checkpoint) -> Inventory:
             optimizer.append((tensor, key))
         elif key.kind == "model" and not key.path.endswith("_flat_param"):
             param = _param(tensor, key)
-            copy = next((part for part in key.scope if part in COPIES), None)
+            copy = next((name for name in key.scope if name in COPIES), None)
             (inventory.params if copy is None else inventory.copies.setdefault(copy, [])).append(param)
     index = _Index(inventory.params)
     for tensor, key in optimizer:
@@ -178,12 +178,12 @@ class _Index:
         halves = [self.find(path + half, scope) for half in ("_w", "_v")]
         if all(halves):
             return tuple(half for half in halves if half)
-        parts = [self.find(f"{path}.{name}", scope) for name in ("query", "key", "value", "z", "beta", "alpha")]
-        return tuple(part for part in parts if part)
+        params = [self.find(f"{path}.{name}", scope) for name in ("query", "key", "value", "z", "beta", "alpha")]
+        return tuple(param for param in params if param)
 
 
 def _modules(scope: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(part for part in scope if part.startswith("mimo."))
+    return tuple(name for name in scope if name.startswith("mimo."))
 
 
 def optimizer_parts(key: Key) -> tuple[tuple[str, ...], str]:
@@ -227,9 +227,9 @@ def split_state(rest: str) -> tuple[str, str] | None:
         return None
     if head in STATE_NAMES and tail:
         return head, tail
-    parts = rest.split(".")
-    known = next((i for i, part in enumerate(parts) if part in STATE_NAMES and i), None)
-    return None if known is None else (".".join(parts[known:]), ".".join(parts[:known]))
+    words = rest.split(".")
+    known = next((i for i, word in enumerate(words) if word in STATE_NAMES and i), None)
+    return None if known is None else (".".join(words[known:]), ".".join(words[:known]))
 
 
 def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> OptimizerState | None:
@@ -239,21 +239,21 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
     head, _, tail = rest.partition(".")
     if head in STATE_NAMES and tail:
         return _mapped(tensor, head, chain, tail, index)
-    parts = rest.split(".")
-    for stop in range(len(parts) - 1, 1 if head.isdecimal() else 0, -1):  # `0.weight` may name a parameter
-        path, what = ".".join(parts[:stop]), ".".join(parts[stop:])
+    words = rest.split(".")
+    for stop in range(len(words) - 1, 1 if head.isdecimal() else 0, -1):  # `0.weight` may name a parameter
+        path, what = ".".join(words[:stop]), ".".join(words[stop:])
         state = _mapped(tensor, what, chain, path, index)
         if state.params:
             return state
     if head.isdecimal():
         return None
-    known = next((i for i, part in enumerate(parts) if part in STATE_NAMES and i), len(parts) - 1)
-    return OptimizerState(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
+    known = next((i for i, word in enumerate(words) if word in STATE_NAMES and i), len(words) - 1)
+    return OptimizerState(tensor, ".".join(words[known:]), chain, parse(".".join(words[:known])).path)
 
 
 def _mapped(tensor: Tensor, what: str, chain: tuple[str, ...], path: str, index: _Index) -> OptimizerState:
     key = parse(path)
-    inner = tuple(part for part in key.scope if not part.startswith("mimo."))
+    inner = tuple(name for name in key.scope if not name.startswith("mimo."))
     scope = (*(_modules(chain) or _modules(key.scope)), *inner)
     param = index.find(key.path, scope)
     if params := (param,) if param else index.components(key.path, scope):

@@ -40,10 +40,10 @@ def _states(ckpt: Checkpoint) -> Iterator[Pair]:
         for name in group.params:
             by_path.setdefault(parse(str(name)).path, set()).add(group.betas)
     for tensor in ckpt.sound_tensors():
-        parts = tensor.fqn.split(".")
+        words = tensor.fqn.split(".")
         for name, (partner, law) in _FOLLOWS.items():
-            at = len(parts) - 1 - parts[::-1].index(name) if state_name(tensor.fqn) == name else -1
-            second = ckpt.tensors.get(".".join([*parts[:at], partner, *parts[at + 1 :]])) if at >= 0 else None
+            at = len(words) - 1 - words[::-1].index(name) if state_name(tensor.fqn) == name else -1
+            second = ckpt.tensors.get(".".join([*words[:at], partner, *words[at + 1 :]])) if at >= 0 else None
             if second is not None and second.is_sound and second.global_shape == tensor.global_shape:
                 # the betas of the groups that list the parameter; where none names it, those of all
                 named = split_state(optimizer_parts(parse(tensor.fqn))[1].removeprefix("state."))

@@ -33,8 +33,8 @@ class Module(NamedTuple):
     @property
     def title(self) -> str:
         """Its name in a sentence; "" for the only one."""
-        parts = [f"mimo.{self.name}"] if self.name else []
-        return " ".join([*parts, f"chained_{self.chain}"] if self.chain else parts)
+        names = [f"mimo.{self.name}"] if self.name else []
+        return " ".join([*names, f"chained_{self.chain}"] if self.chain else names)
 
     def covers(self, other: Module) -> bool:
         """Whether a record kept for this module also speaks for another; where names say nothing it does."""
@@ -66,8 +66,8 @@ def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
 
 def optimizer_module(chain: tuple[str, ...]) -> Module:
     """The optimizer that a state or bucket of this chain belongs to."""
-    names = [part.removeprefix("mimo.") for part in chain if part.startswith("mimo.")]
-    chains = [part.removeprefix("chained_") for part in chain if part.startswith("chained_")]
+    names = [name.removeprefix("mimo.") for name in chain if name.startswith("mimo.")]
+    chains = [name.removeprefix("chained_") for name in chain if name.startswith("chained_")]
     return Module(names[0] if names else "", chains[0] if chains else "")
 
 
@@ -107,19 +107,19 @@ def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> It
     last = path[-1]
     if last in ("param_groups", "param_state_sharding_type"):
         kind = last
-        chains = [str(part) for part in path if str(part).isdecimal()]
-        chains += [part.removeprefix("chained_") for part in path if re.fullmatch(r"chained_\d+", str(part))]
-        named = [part for part in path if part in names]
+        chains = [str(word) for word in path if str(word).isdecimal()]
+        chains += [word.removeprefix("chained_") for word in path if re.fullmatch(r"chained_\d+", str(word))]
+        named = [word for word in path if word in names]
         module = Module(named[0] if named else "", chains[0] if chains else "")
         yield OptimizerRecord(kind, module, f"{source}: {'.'.join(map(str, path[:-1]))}", value)
     elif len(path) < _DEPTH and isinstance(value, dict):
-        for key, part in value.items():
+        for key, item in value.items():
             if isinstance(key, (str, int)):
-                yield from _walk(source, (*path, key), part, names)
+                yield from _walk(source, (*path, key), item, names)
     elif len(path) < _DEPTH and isinstance(value, list):
-        for part in value:
-            if isinstance(part, (dict, list)):
-                yield from _walk(source, (*path, "*"), part, names)
+        for item in value:
+            if isinstance(item, (dict, list)):
+                yield from _walk(source, (*path, "*"), item, names)
 
 
 def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> OptimizerRecord | None:

@@ -194,7 +194,7 @@ def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntA
     for number, name in enumerate(ckpt.files.names if kinds else ()):
         columns = {*column[order[bounds[number] : bounds[number + 1]]].tolist()}
         columns_by_kind[kinds.get(name, "")] = columns & columns_by_kind.get(kinds.get(name, ""), columns)
-    return [(i, part) for i, file in enumerate(lost, len(ckpt.files)) for part in columns_by_kind.get(file.kind, ())]
+    return [(i, at) for i, file in enumerate(lost, len(ckpt.files)) for at in columns_by_kind.get(file.kind, ())]
 
 
 # ---------------------------------------------------------------- columns
@@ -204,14 +204,14 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
     """(columns, column of each record, whether its chunk overlaps another, (file, column) of parts an index names)."""
     table, index, states = ckpt.records, ckpt.index, _states(ckpt)
     twice = np.zeros(len(table), bool)
-    parts = np.array([*(_column_of(fqn, states) for fqn in table.fqns), None], object)[:-1][table.fqn]
+    owners = np.array([*(_column_of(fqn, states) for fqn in table.fqns), None], object)[:-1][table.fqn]
     for tensor in ckpt.sound_tensors():
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         records, whole = tensor.chunks.record[rows], _column_of(tensor.fqn, states)
         starts, extents = (what[rows, :1].ravel() for what in (tensor.tiling.offsets, tensor.tiling.sizes))
         if whole.place == "stack" and len(starts) and (starts >= 0).all() and (extents <= 1).all():
             layers, at = np.unique(starts, return_inverse=True)
-            parts[records] = np.array([*(replace(whole, place="layer", layer=i) for i in layers.tolist()), None])[at]
+            owners[records] = np.array([*(replace(whole, place="layer", layer=i) for i in layers.tolist()), None])[at]
         for box in tensor.tiling.coverage.doubled:
             over = tensor.chunks.record[tensor.tiling.touching(box)]
             twice[over[over >= 0]] = True
@@ -221,18 +221,18 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
         for key, name in (index.places.items() if index is not None else ())
         if name in absent and key not in ckpt.tensors
     ]
-    used = dict.fromkeys([*parts.tolist(), *(part for _, part in unread)])
-    sections, blocks = ([*dict.fromkeys(getattr(part, what) for part in used)] for what in ("section", "block"))
+    used = dict.fromkeys([*owners.tolist(), *(owner for _, owner in unread)])
+    sections, blocks = ([*dict.fromkeys(getattr(owner, what) for owner in used)] for what in ("section", "block"))
 
-    def place(part: Column) -> tuple[int, ...]:
-        section = sections.index(part.section) * (part.section != "model")
-        kind = _KINDS.index(part.kind), part.section in _KINDS[1:], section
-        return (*kind, _PLACES.index(part.place), blocks.index(part.block), part.layer)
+    def place(owner: Column) -> tuple[int, ...]:
+        section = sections.index(owner.section) * (owner.section != "model")
+        kind = _KINDS.index(owner.kind), owner.section in _KINDS[1:], section
+        return (*kind, _PLACES.index(owner.place), blocks.index(owner.block), owner.layer)
 
     columns = sorted(used, key=place)
-    number = {part: i for i, part in enumerate(columns)}
-    column = np.array([number[part] for part in parts.tolist()], np.int64)
-    return columns, column, twice, [(file, number[part]) for file, part in unread]
+    number = {owner: i for i, owner in enumerate(columns)}
+    column = np.array([number[owner] for owner in owners.tolist()], np.int64)
+    return columns, column, twice, [(file, number[owner]) for file, owner in unread]
 
 
 def _states(ckpt: Checkpoint) -> dict[str, tuple[str, Key | None]]:
@@ -262,7 +262,7 @@ def _column_of(fqn: str, states: Mapping[str, tuple[str, Key | None]]) -> Column
             return Column(section, "rest")
         key = of
     else:
-        section = next((part for part in key.scope if part in COPIES), "model")
+        section = next((name for name in key.scope if name in COPIES), "model")
     block = "/".join((*modules_of(key), key.block))
     if key.block:
         return Column(section, "stack", block) if key.layer is None else Column(section, "layer", block, key.layer)

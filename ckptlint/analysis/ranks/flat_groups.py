@@ -36,8 +36,8 @@ def padded_part(elements: int, ranks: int, index: int) -> tuple[int, int]:
     >>> padded_part(13, 4, 2), padded_part(13, 4, 3)
     ((4, 0), (4, 3))
     """
-    part = -(-elements // (_ALIGNMENT * ranks)) * _ALIGNMENT
-    return part, min(max((index + 1) * part - elements, 0), part)
+    length = -(-elements // (_ALIGNMENT * ranks)) * _ALIGNMENT
+    return length, min(max((index + 1) * length - elements, 0), length)
 
 
 def _lengths(group: FlatGroup, part: FlatPart) -> Iterator[Misfit]:

@@ -91,8 +91,8 @@ def condensed(table: RankTable) -> RankTable:
     same_digest = _first_alike(np.column_stack([of_key[:, : 1 + 2 * width], table.digest[order]])) - first
     same_digest = np.where(table.digest[order] != 0, same_digest, -1)
     same_view = _first_alike(np.column_stack([of_key[:, :1], table.view[order]])) - first
-    parts = [*(column[order] for column in columns), is_whole, same_digest, same_view, described]
-    pattern = np.column_stack(parts).astype(np.int64)
+    stack = [*(column[order] for column in columns), is_whole, same_digest, same_view, described]
+    pattern = np.column_stack(stack).astype(np.int64)
     reported = {finding.fqn for finding in table.findings}
     ends = pairwise([*start.tolist(), len(order)])
     patterns = ((pattern[low:high].tobytes(), int(table.fqn[order[low]])) for low, high in ends)

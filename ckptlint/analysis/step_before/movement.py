@@ -95,8 +95,8 @@ def short_names(kinds: Collection[str]) -> dict[str, str]:
     stems = {kind: kind.removesuffix(".weight") for kind in kinds}
     names = {}
     for kind, stem in stems.items():
-        parts = stem.split(".")
-        endings = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        words = stem.split(".")
+        endings = (".".join(words[start:]) for start in range(len(words) - 1, -1, -1))
         clear = (end for end in endings if end.strip("*.") and not end.startswith("*"))
         ends = (end for end in clear if sum(f".{rival}".endswith(f".{end}") for rival in stems.values()) == 1)
         names[kind] = next(ends, kind)

@@ -194,7 +194,7 @@ def _alike(
     """One change for each set of keys with the same entries before and after."""
 
     def look(fqn: str) -> tuple[object, ...]:
-        return tuple(part and (part.parts if kind == "cut" else str(part)) for part in (was.get(fqn), now.get(fqn)))
+        return tuple(entry and (entry.parts if kind == "cut" else str(entry)) for entry in (was.get(fqn), now.get(fqn)))
 
     for names in grouped((look(fqn), fqn) for fqn in fqns).values():
         yield Change(kind, tuple(names), was.get(names[0]), now.get(names[0]), is_partial, rest)
