@@ -133,14 +133,14 @@ def other_files_line(files: Sequence[StepFile]) -> str:
     read = sum(file.state == "read" for file in files)
     known = [file for file in files if file.state == "known"]
     unknown = fold_names(file.name for file in files if file.state == "unknown")
-    parts = [f"{plural(read, 'file')} read"]
+    clauses = [f"{plural(read, 'file')} read"]
     if known:
         families = ", ".join(sorted({file.family for file in known}))
-        parts.append(f"{len(known):,} known and not judged ({families})")
+        clauses.append(f"{len(known):,} known and not judged ({families})")
     if unknown:
         names = ", ".join(at_most(map(cut, unknown), _UNKNOWN_LIMIT))
-        parts.append(f"{sum(file.state == 'unknown' for file in files):,} unknown ({names})")
-    return "Besides the tensors: " + ", ".join(parts) + "."
+        clauses.append(f"{sum(file.state == 'unknown' for file in files):,} unknown ({names})")
+    return "Besides the tensors: " + ", ".join(clauses) + "."
 
 
 STEP_COLUMNS = ("step", "written", "holds", "payload", "verdict")
@@ -291,7 +291,7 @@ def place_in_words(ckpt: Checkpoint, finding: Finding) -> str:
 def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     if finding.detail:
         narrow = style._replace(width=style.width - len("   | "))
-        return [part for line in finding.detail for part in narrow.wrap(line, "  ", "")]
+        return [row for line in finding.detail for row in narrow.wrap(line, "  ", "")]
     if finding.at.tensor is None or finding.at.region is None:
         return []
     from ckptlint.geometry.chunk_map import draw, make_grid
@@ -369,9 +369,9 @@ def _set_aside(report: Report) -> str:
     """How many findings do not count, in brackets; "" for none."""
     hidden = Counter(item.ignored.by for item in report.ignored if item.ignored)
     ignored, baselined = hidden["per-key-ignores"], hidden["baseline"]
-    parts = [f"{plural(ignored, 'finding')} ignored by the settings"] if ignored else []
-    parts += [f"{plural(baselined, 'finding')} known from the baseline"] if baselined else []
-    return f" ({', '.join(parts)})" if parts else ""
+    clauses = [f"{plural(ignored, 'finding')} ignored by the settings"] if ignored else []
+    clauses += [f"{plural(baselined, 'finding')} known from the baseline"] if baselined else []
+    return f" ({', '.join(clauses)})" if clauses else ""
 
 
 def verdict(report: Report, style: Style, wrapped: bool = False) -> list[str]:

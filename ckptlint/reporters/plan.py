@@ -136,7 +136,7 @@ def patterns(keys: Sequence[str]) -> list[str]:
 def _section(heading: str, keys: list[str], lines: list[str], style: Style) -> list[str]:
     first, *rest = style.wrap(heading, "    ", "")
     texts = filter(None, [listed_patterns(keys), *lines])
-    return [style.paint(first, "bold"), *rest, *(part for text in texts for part in style.wrap(text, "    ", "  "))]
+    return [style.paint(first, "bold"), *rest, *(line for text in texts for line in style.wrap(text, "    ", "  "))]
 
 
 def listed_patterns(keys: Sequence[str]) -> str:

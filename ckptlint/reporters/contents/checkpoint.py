@@ -56,7 +56,7 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
     if regions and tree:
         raise ConfigError("--tree is about whole tensors: leave out the slices")
     if regions:
-        texts = ("\n".join([header(part.ckpt, style), "", *region.as_text(part)]) for part in regions)
+        texts = ("\n".join([header(stored.ckpt, style), "", *region.as_text(stored)]) for stored in regions)
         return inert("\n\n".join(texts) + "\n")
     if ranks:
         blocks = (
@@ -70,7 +70,9 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
 def contents_json(checkpoints: Sequence[Checkpoint], pattern: str | None, ranks: bool) -> str:
     """The same as JSON; with a glob every chunk of the tensors that match, with `ranks` who holds what."""
     if regions := _region(checkpoints, pattern):
-        documents = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region.as_json(part)} for part in regions]
+        documents = [
+            _checkpoint(stored.ckpt, stored.tensor.fqn) | {"region": region.as_json(stored)} for stored in regions
+        ]
     else:
         _demand_match(checkpoints, pattern)
         documents = [
@@ -199,10 +201,10 @@ def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:
     for tensor in tensors:
         *path, last = tensor.fqn.split(".", _DEEPEST)
         node: Branch = root
-        for part in path:
-            child = node.setdefault(part, {})
+        for name in path:
+            child = node.setdefault(name, {})
             if not isinstance(child, dict):  # a tensor and a folder of one name
-                child = node.setdefault(f"{part}.", {})
+                child = node.setdefault(f"{name}.", {})
                 assert isinstance(child, dict)
             node = child
         node[last if last not in node else f"{last}."] = tensor
@@ -215,8 +217,8 @@ def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
     bar, tee, corner = ("|  ", "|- ", "`- ") if style.ascii_only else ("│  ", "├─ ", "└─ ")
     for i, (name, child, count) in enumerate(folded):
         while isinstance(child, dict) and len(inner := _folded(child)) == 1:
-            part, child, times = inner[0]
-            name, count = f"{name}.{part}", count * times
+            word, child, times = inner[0]
+            name, count = f"{name}.{word}", count * times
         is_last = i + 1 == len(folded)
         lead, below = (corner, "   ") if is_last else (tee, bar)
         elements = list(_leaves(child))

@@ -147,7 +147,7 @@ def sizes_of(contents: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
         return ("missing" if _is_lost(contents, rows[0]) else "unknown",)
     about = "~" if len({human_bytes(int(each)) for each in size}) > 1 else ""
     total = max(int(size.sum()), 1)
-    shares = (f"{int(part[rows].sum()) / total:.0%}" for part in (contents.model, contents.optimizer))
+    shares = (f"{int(sizes[rows].sum()) / total:.0%}" for sizes in (contents.model, contents.optimizer))
     return about + human_bytes(int(np.median(size))), *shares
 
 
@@ -227,12 +227,12 @@ def _wide(section: Section, title: int) -> int:
 def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is_cut: bool, in_words: bool) -> str:
     blocks = grouped((column.block, column.layer) for column in columns if column.layer >= 0)
     places = {column.place for column in columns}
-    parts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places and not in_words]
+    texts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places and not in_words]
     said = "" if in_words else "digits "
     named = (f"{said}{cut(block)} {ranges(layers)}" for block, layers in blocks.items())
-    parts += named if said or per > 1 or any("." in block for block in blocks) else ()
+    texts += named if said or per > 1 or any("." in block for block in blocks) else ()
     names = f"columns: {', '.join(name for name, _, _ in sections)}; " * is_cut + "above the marks: " * (not in_words)
-    return (names + ", ".join(parts)).removesuffix("; ") + (f" ({per} layers a mark)" if per > 1 else "")
+    return (names + ", ".join(texts)).removesuffix("; ") + (f" ({per} layers a mark)" if per > 1 else "")
 
 
 def _merged(states: npt.NDArray[np.uint8]) -> int:

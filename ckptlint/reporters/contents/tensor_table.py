@@ -51,7 +51,7 @@ def folded(fqns: Sequence[str]) -> tuple[list[str], set[str]]:
     >>> folded(["optimizer.state.0.w.exp_avg", "optimizer.state.0.w.exp_avg_sq"])[0]
     ['optimizer.state.0.w.*']
     """
-    moment_names, names = {part for fqn in fqns for part in fqn.split(".") if part in MOMENTS}, {*map(starred, fqns)}
+    moment_names, names = {word for fqn in fqns for word in fqn.split(".") if word in MOMENTS}, {*map(starred, fqns)}
     if len(moment_names) < 2 or len({*fqns}) != len(moment_names) * len(names):
         return fold_names(fqns), set()
     return fold_names(map(starred, fqns)), moment_names
@@ -61,7 +61,7 @@ def starred(fqn: str) -> str:
     """The name, of an optimizer's state with `*` for which moment it is."""
     if parse(fqn).kind != "optimizer":
         return fqn
-    return ".".join("*" if part in MOMENTS else part for part in fqn.split("."))
+    return ".".join("*" if word in MOMENTS else word for word in fqn.split("."))
 
 
 def meaning_of_star(moments: Collection[str], style: Style, others: str = "") -> list[str]:
@@ -133,12 +133,12 @@ def _glob(names: Sequence[str]) -> str:
     >>> _glob(["optimizer.state.head.weight.step", "optimizer.state.scale.step"])
     'optimizer.state.*.step'
     """
-    parts = [name.split(".") for name in names]
-    first = _shared(parts)
-    last = _shared([tail[len(first) :][::-1] for tail in parts])
+    paths = [name.split(".") for name in names]
+    first = _shared(paths)
+    last = _shared([tail[len(first) :][::-1] for tail in paths])
     return ".".join([*first, "*", *reversed(last)])
 
 
-def _shared(parts: Sequence[Sequence[str]]) -> list[str]:
+def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
     """The parts that all begin with."""
-    return [same[0] for same in takewhile(lambda same: len({*same}) == 1, zip(*parts, strict=False))]
+    return [same[0] for same in takewhile(lambda same: len({*same}) == 1, zip(*paths, strict=False))]

@@ -272,7 +272,8 @@ def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
     shown, left = ranks.folded(contents)
     heads, places, legend = ranks.places_of(contents.columns, _MATRIX, True)
     middle = [
-        np.median([part[rows] for part in (contents.size, contents.model, contents.optimizer)], 1) for _, rows in shown
+        np.median([values[rows] for values in (contents.size, contents.model, contents.optimizer)], 1)
+        for _, rows in shown
     ]
     most = max(1, *(size for size, _, _ in middle))
     rows, used, kinds = [], set[int](), set[str]()
@@ -282,9 +283,9 @@ def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
         counts = ((cells.count(i), name) for i, name in enumerate(ranks.STATE_NAMES))
         words = f"{label}: {', '.join(f'{count} {name}' for count, name in counts if count)}"
         sizes = ranks.sizes_of(contents, members)
-        parts = {"model": model, "optimizer": optimizer, "others": max(size - model - optimizer, 0)}
-        shares = [(f"share-{kind}", part / most) for kind, part in parts.items() if part > 0]
-        kinds.update(kind for kind, part in parts.items() if part > 0)
+        amounts = {"model": model, "optimizer": optimizer, "others": max(size - model - optimizer, 0)}
+        shares = [(f"share-{kind}", amount / most) for kind, amount in amounts.items() if amount > 0]
+        kinds.update(kind for kind, amount in amounts.items() if amount > 0)
         bar = svg.size_bar(shares, f"{label}: {sizes[0]}") if shares else ""
         rows.append((label, markup(svg.matrix_row(cells, words)), markup(bar), *sizes, *[""] * (3 - len(sizes))))
     work.room -= len(str(rows))

@@ -58,11 +58,11 @@ def histogram(cost: Cost) -> str:
     top = max(int(read.max(initial=0)), int(needed.max(initial=0)), 1)
     step = 100 / (len(edges) - 1)
     bottom = _TOP + _HEIGHT
-    parts = []
+    tags = []
     for share in (0, 0.5, 1):
         y = bottom - _HEIGHT * share
-        parts.append(f'<line class="rule" x2="100%" y1="{y:g}" y2="{y:g}"/>')
-        parts.append(f'<text class="side" x="-8" y="{y + 4:g}">{escape(human_bytes(int(top * share)))}</text>')
+        tags.append(f'<line class="rule" x2="100%" y1="{y:g}" y2="{y:g}"/>')
+        tags.append(f'<text class="side" x="-8" y="{y + 4:g}">{escape(human_bytes(int(top * share)))}</text>')
     for number, (low, high) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         at = low + int(read[low:high].argmax())
         title = (
@@ -72,8 +72,8 @@ def histogram(cost: Cost) -> str:
         for css, value in (("read", int(read[at])), ("needed", min(int(needed[at]), int(read[at])))):
             height = _HEIGHT * value / top
             bars.append(f'<rect class="{css}" {place} y="{bottom - height:.2f}" height="{height:.2f}"/>')
-        parts.append(f"<g><title>{escape(title)}</title>{''.join(bars)}</g>")
+        tags.append(f"<g><title>{escape(title)}</title>{''.join(bars)}</g>")
     for rank, anchor, at in ((0, "start", 0), (world - 1, "end", 100))[:world]:
-        parts.append(f'<text text-anchor="{anchor}" x="{at}%" y="{bottom + 18}">rank {rank:,}</text>')
+        tags.append(f'<text text-anchor="{anchor}" x="{at}%" y="{bottom + 18}">rank {rank:,}</text>')
     label = 'role="img" aria-label="What each rank reads"'
-    return f'<svg class="bars" {label} height="{bottom + 26}">{"".join(parts)}</svg>'
+    return f'<svg class="bars" {label} height="{bottom + 26}">{"".join(tags)}</svg>'

@@ -49,28 +49,28 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
     bottom = top + height * len(grid.rows)
     across = axis_label(ckpt, grid, grid.across)
     caption = f"{across} →" if grid.down is None else f"{axis_label(ckpt, grid, grid.down)} down, {across} across"
-    parts = [_text(caption + fixed_label(grid), left, 13, "axis")]
-    parts += [_text(label, left + i * width, top - 7, "cut") for i, label in enumerate(columns)]
+    tags = [_text(caption + fixed_label(grid), left, 13, "axis")]
+    tags += [_text(label, left + i * width, top - 7, "cut") for i, label in enumerate(columns)]
     if grid.down is not None:
-        parts += [_text(label, left - 8, top + i * height + 4, "cut side") for i, label in enumerate(rows)]
+        tags += [_text(label, left - 8, top + i * height + 4, "cut side") for i, label in enumerate(rows)]
     counts = dict.fromkeys(("gap", "overlap", "outside"), 0)
     for r, c in product(range(len(grid.rows)), range(len(grid.columns))):
         kind = _cell_kind(grid, states, r, c)
         counts[kind] = counts.get(kind, 0) + 1
         x, y = left + c * width, top + r * height
         title = _tag("title", escape(_cell_title(ckpt, grid, states, r, c, kind)))
-        parts.append(_tag("rect", title, class_=kind, x=x, y=y, width=width, height=height))
+        tags.append(_tag("rect", title, class_=kind, x=x, y=y, width=width, height=height))
         if name := _cell_name(grid, r, c):
-            parts.append(_text(name, x + width // 2, y + height // 2 + 4, "name"))
+            tags.append(_text(name, x + width // 2, y + height // 2 + 4, "name"))
     solid, dashed = _edges(grid, left, top, width, height)
-    parts.append(_tag("path", class_="boundary", d=dashed) if dashed else "")
-    parts.append(_tag("path", class_="edge", d=solid))
+    tags.append(_tag("path", class_="boundary", d=dashed) if dashed else "")
+    tags.append(_tag("path", class_="edge", d=solid))
     for c, r, wide, tall in filter(None, (_outline(grid, box) for box in marked)):
         x, y = left + c * width, top + r * height
-        parts.append(_tag("rect", class_="region", x=x, y=y, width=wide * width, height=tall * height))
+        tags.append(_tag("rect", class_="region", x=x, y=y, width=wide * width, height=tall * height))
     amounts = [plural(n, f"{kind.removeprefix('lost-')} cell") for kind, n in counts.items() if n and kind != "ok"]
     label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(amounts) or 'every cell is held once'}"
-    return _svg("".join(parts), total, bottom + 8, "map", label)
+    return _svg("".join(tags), total, bottom + 8, "map", label)
 
 
 def region_kind(tiling: Tiling, region: Box) -> str:
@@ -87,18 +87,18 @@ def strip(tiling: Tiling, axis: int, marks: Iterable[tuple[int, int, str]], labe
     """A whole tensor on one line, in true proportion: chunks along one axis, and marks (start, stop, class)."""
     size = tiling.shape[axis]
     starts, stops = np.clip(tiling.intervals(axis), 0, size).T
-    runs, parts = _runs(starts, stops), [_tag("title", escape(label))]
+    runs, tags = _runs(starts, stops), [_tag("title", escape(label))]
     if runs != [(0, size)]:
-        parts.append(_tag("rect", class_="gap", width=_STRIP_WIDTH, height=10))
-    parts += [_bar(low, high, size, "ok") for low, high in runs]
-    parts += [_bar(max(low, 0), min(high, size), size, kind) for low, high, kind in marks]
+        tags.append(_tag("rect", class_="gap", width=_STRIP_WIDTH, height=10))
+    tags += [_bar(low, high, size, "ok") for low, high in runs]
+    tags += [_bar(max(low, 0), min(high, size), size, kind) for low, high, kind in marks]
     cuts = np.unique(np.concatenate([starts, stops]))
     cuts = cuts[(cuts > 0) & (cuts < size)]
     if len(cuts) <= _CUT_LIMIT:
         path = "".join(f"M{round(int(cut) * _STRIP_WIDTH / size, 1):g} 0v10" for cut in cuts)
-        parts.append(_tag("path", class_="edge", d=path) if path else "")
+        tags.append(_tag("path", class_="edge", d=path) if path else "")
     view = {"viewBox": f"0 0 {_STRIP_WIDTH} 10", "preserveAspectRatio": "none"}
-    return _tag("svg", "".join(parts), class_="strip", role="img", aria_label=label, **view)
+    return _tag("svg", "".join(tags), class_="strip", role="img", aria_label=label, **view)
 
 
 def lost_marks(tensor: Tensor, states: StateArray, axis: int) -> list[tuple[int, int, str]]:
@@ -129,16 +129,16 @@ def axis_chain(
     links = {(boxes.place(a), boxes.place(b)) for a, b in graph.edges}
     links |= {(0, boxes.place(node)) for node in nodes if node[0] == 0}
     links |= {(boxes.place(node), boxes.last) for node in nodes if node[1] == boxes.size}
-    parts = [boxes.link(a, b) for a, b in sorted(links) if a != b]
+    tags = [boxes.link(a, b) for a, b in sorted(links) if a != b]
     for start, stop in _missing_links(nodes, boxes.size):
         before = max((boxes.place(node) for node in nodes if node[1] == start), default=0)
         after = min((boxes.place(node) for node in nodes if node[0] == stop), default=boxes.last)
         if before != after:
-            parts.append(boxes.link(before, after, f"{start}:{stop}"))
+            tags.append(boxes.link(before, after, f"{start}:{stop}"))
     states = chunk_states(ckpt, tensor)
     rows = [graph.nodes[node]["rows"] for node in shown]
-    parts += boxes.drawn([(*_node_texts(ckpt, tensor, row), _lost_kind(states[row])) for row in rows])
-    return _svg("".join(parts), boxes.width, boxes.height, "chain", label)
+    tags += boxes.drawn([(*_node_texts(ckpt, tensor, row), _lost_kind(states[row])) for row in rows])
+    return _svg("".join(tags), boxes.width, boxes.height, "chain", label)
 
 
 def matrix_heads(heads: Sequence[str]) -> str:
@@ -167,11 +167,11 @@ def matrix_row(states: Sequence[int], label: str) -> str:
 
 def size_bar(shares: Sequence[tuple[str, float]], label: str) -> str:
     """A bar of parts, each a class and its share of the largest bar."""
-    parts, x = [_tag("title", escape(label))], 0.0
+    tags, x = [_tag("title", escape(label))], 0.0
     for kind, share in shares:
-        parts.append(_tag("rect", class_=kind, x=f"{x:.4g}", width=f"{_BAR * share:.4g}", height=12))
+        tags.append(_tag("rect", class_=kind, x=f"{x:.4g}", width=f"{_BAR * share:.4g}", height=12))
         x += _BAR * share
-    return _svg("".join(parts), _BAR, 12, "size", label)
+    return _svg("".join(tags), _BAR, 12, "size", label)
 
 
 # ---------------------------------------------------------------- parts of a map
@@ -327,16 +327,16 @@ class _Boxes:
 
     def drawn(self, texts: Sequence[tuple[str, str, str]]) -> list[str]:
         """All boxes; texts are the second line, the tooltip and the lost kind of each interval that is shown."""
-        parts = [self._box_at(0, "0", "", "end", "start of the dim")]
+        tags = [self._box_at(0, "0", "", "end", "start of the dim")]
         if self.before:
-            parts.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
+            tags.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
         for node, (line, title, lost) in zip(self.shown, texts, strict=True):
             shares = any(span != node and span[0] < node[1] and node[0] < span[1] for span in self.shown)
             kind = lost or ("shared" if shares else "ok")
-            parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
+            tags.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
         if self.after:
-            parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals after, left out"))
-        return [*parts, self._box_at(self.last, str(self.size), "", "end", "end of the dim")]
+            tags.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals after, left out"))
+        return [*tags, self._box_at(self.last, str(self.size), "", "end", "end of the dim")]
 
     def _box_at(self, i: int, name: str, line: str, kind: str, title: str) -> str:
         x, y, width = self._left[i], self.middle(i), self._widths[i]
