@@ -89,8 +89,8 @@ def _where(rows: IntArray, columns: IntArray, shape: Shape, stored: TensorBytes 
 
 
 def _shown(rows: IntArray) -> str:
-    parts = ranges(rows.tolist()).split(",")
-    return first_names(parts, _RUNS, "range")
+    spans = ranges(rows.tolist()).split(",")
+    return first_names(spans, _RUNS, "range")
 
 
 def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) -> str:

@@ -122,8 +122,8 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
         groups = (rows // max(heads.size, 1) - heads.count) // 2 if heads.count else of_keys
         if heads.size < 1 or groups < 1 or rows % groups or rows // groups <= 2 * heads.size:
             return side
-        parts = np.split(order.reshape(groups, -1), [-2 * heads.size, -heads.size], axis=1)
-        order = np.concatenate([part.reshape(-1) for part in parts])
+        blocks = np.split(order.reshape(groups, -1), [-2 * heads.size, -heads.size], axis=1)
+        order = np.concatenate([block.reshape(-1) for block in blocks])
         steps.append(f"in {groups:,} groups")
     elif "alternating" in stored_roles.how:
         order = order.reshape(-1, len(stored_roles.roles)).T.reshape(-1)

@@ -203,10 +203,10 @@ def _taken_apart(old: Sides, new: Sides) -> Iterator[Match]:
         yield replace(match, relation="split", old=match.new, new=match.old)
 
 
-def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
+def _joined(pieces: Sides, wholes: Sides) -> Iterator[Match]:
     """Tensors that hold exactly the rows of several others."""
     groups: dict[tuple[object, ...], dict[tuple[str, ...], list[Side]]] = defaultdict(lambda: defaultdict(list))
-    for side in parts.values():
+    for side in pieces.values():
         for dtype in side.hashes:
             for expert in {None, parse(side.fqn).expert}:
                 groups[layer_number(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
@@ -217,11 +217,11 @@ def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
         for dtype, hashes in joined.hashes.items():
             roles = groups.get((layer_number(joined.fqn), parse(joined.fqn).expert, dtype, joined.columns), {})
             rows, wanted = len(hashes.rows), multiset(hashes.rows)
-            parts_of_joined = next(_adding_up(roles, joined, dtype, rows, wanted, gone), None)
-            if parts_of_joined is not None:
-                gone |= {side.fqn for side in parts_of_joined}
-                names = tuple(side.fqn for side in parts_of_joined)
-                yield Match("joined", names, (joined.fqn,), *_in_order(parts_of_joined, joined, dtype))
+            found = next(_adding_up(roles, joined, dtype, rows, wanted, gone), None)
+            if found is not None:
+                gone |= {side.fqn for side in found}
+                names = tuple(side.fqn for side in found)
+                yield Match("joined", names, (joined.fqn,), *_in_order(found, joined, dtype))
                 break
 
 
@@ -256,14 +256,14 @@ def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
         )
 
 
-def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
+def _in_order(sides: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
     """(whether the parts are in the order that the name of the whole demands, that order in words, notes)."""
     pieces: dict[tuple[int, tuple[str, ...]], Words] = {}
-    for part in parts:
-        slices = matrix(part.hashes[dtype].shape)[0]
-        for number, rows in enumerate(part.hashes[dtype].rows.reshape(slices, -1)):
-            expert = number if slices > 1 else parse(part.fqn).expert or 0
-            pieces[expert, part.stored_as.roles if part.stored_as else ()] = rows
+    for side in sides:
+        slices = matrix(side.hashes[dtype].shape)[0]
+        for number, rows in enumerate(side.hashes[dtype].rows.reshape(slices, -1)):
+            expert = number if slices > 1 else parse(side.fqn).expert or 0
+            pieces[expert, side.stored_as.roles if side.stored_as else ()] = rows
     roles = [whole.stored_as.roles] if whole.stored_as else []
     if len(pieces) != len({expert for expert, _ in pieces}):
         roles = [(role,) for role in roles[0]] if roles else []
@@ -275,7 +275,7 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
             is_in_turn = len(roles) > 1 and len(experts) > 1
             how = f"{' and '.join(role for (role,) in roles)} of each expert in turn" if is_in_turn else ""
             return True, whole.moved or how or "one after the other", ()
-    text, notes = _unknown(np.concatenate([part.hashes[dtype].rows for part in parts]), whole, dtype)
+    text, notes = _unknown(np.concatenate([side.hashes[dtype].rows for side in sides]), whole, dtype)
     return False, text, notes
 
 

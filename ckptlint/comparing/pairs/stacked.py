@@ -34,10 +34,10 @@ def layer_by_layer(sides: Mapping[str, Side], blocks: Mapping[str, str]) -> dict
         if not block or side.stored is None or not side.is_read or at < len(block):
             layers[name] = side
             continue
-        parts = {dtype: hashes.layers() for dtype, hashes in side.hashes.items()}
+        by_layer = {dtype: hashes.layers() for dtype, hashes in side.hashes.items()}
         for number in range(side.shape[0]):
             fqn = f"{name[:at]}.{number}{name[at:]}"
-            hashes = {dtype: part[number] for dtype, part in parts.items()}
+            hashes = {dtype: each[number] for dtype, each in by_layer.items()}
             stored = replace(side.stored, layer=number)
             layers[fqn] = replace(side, fqn=fqn, shape=side.shape[1:], hashes=hashes, stored=stored)
     return layers

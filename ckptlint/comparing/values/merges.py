@@ -154,7 +154,7 @@ def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
     for factors in factors_of(adapter.places):
         if not {"A", "B"} <= factors.keys.keys():
             continue
-        a, b = (adapter.places[factors.keys[part]].whole() for part in ("A", "B"))
+        a, b = (adapter.places[factors.keys[name]].whole() for name in ("A", "B"))
         scale = None if a is None else adapter.config.scale_of(factors.base_module, _rank(a, factors, base, endings))
         if a is None or b is None or scale is None:
             continue
@@ -258,8 +258,8 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator
         if full_keys:
             yield [_Target(key, base[key].shape, (_Block(0, left, right),)) for key in full_keys]
         elif len(halves) == 2:
-            for key, part in zip(halves, np.split(left, 2), strict=True):
-                yield _Target(key, base[key].shape, (_Block(0, part, right),))
+            for key, half in zip(halves, np.split(left, 2), strict=True):
+                yield _Target(key, base[key].shape, (_Block(0, half, right),))
 
 
 def _gate_first(key: str) -> tuple[bool, str]:

@@ -129,7 +129,7 @@ def _has_wrong_scale(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[n
     """bool [rows], whether a run of columns is a multiple of the original far from 1, so that its scale is wrong."""
     run = _RUN if wanted.shape[1] % _RUN == 0 else wanted.shape[1]
     shape = len(wanted), -1, run
-    product, square = (np.reshape(part, shape) for part in (rows.values * wanted, np.square(wanted)))
+    product, square = (np.reshape(array, shape) for array in (rows.values * wanted, np.square(wanted)))
     usual = np.square(rows.half / np.sqrt(3) + noise).reshape(shape).sum(axis=2)
     with np.errstate(all="ignore"):
         slope = product.sum(axis=2) / square.sum(axis=2)
@@ -142,11 +142,11 @@ def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
     They are `o * d`, `d * d`, `o * o`, and the expected `e * e` and `(d * e) ** 2`. The last codes are excluded: larger
     weights are clipped to them by an unknown amount.
     """
-    values, originals = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
+    values, originals = (np.where(rows.is_end, 0, array) for array in (rows.values, wanted))
     error = np.where(rows.is_end, 0, np.square(rows.half) / 3)
-    parts = values * originals, np.square(values), np.square(originals), error, np.square(values) * error
+    terms = values * originals, np.square(values), np.square(originals), error, np.square(values) * error
     starts = np.arange(0, wanted.shape[1], group)
-    return np.stack([np.add.reduceat(part, starts, axis=1, dtype=np.float64) for part in parts])
+    return np.stack([np.add.reduceat(term, starts, axis=1, dtype=np.float64) for term in terms])
 
 
 def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
@@ -179,7 +179,7 @@ def _verdict(
     if is_scaled:
         notes.append(f"together scaled by {seen.sums[0] / seen.sums[2]:.3g}")
     elif seen.bad:
-        parts = ranges(seen.bad).split(",")
-        shown = f"rows {', '.join(parts[:4])}{' and more' if len(parts) > 4 else ''}"
+        spans = ranges(seen.bad).split(",")
+        shown = f"rows {', '.join(spans[:4])}{' and more' if len(spans) > 4 else ''}"
         notes.append(f"{'all rows' if len(seen.bad) == seen.rows else shown} are not this weight's")
     return Match("differ", *names, False, scheme, tuple(notes))

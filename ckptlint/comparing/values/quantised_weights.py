@@ -289,8 +289,8 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         half = np.full(values.shape, 0.5, np.float32)
         return _shifted(values, half, _is_end(codes, bits), scales(first, last), shift and shift(first, last))
 
-    parts = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")
-    keys = tuple(name for part in parts if (name := weight + part) in places)
+    endings = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")
+    keys = tuple(name for ending in endings if (name := weight + ending) in places)
     return Quantised(weight, keys, shape, scheme, group, rows)
 
 
@@ -395,7 +395,7 @@ def _transposed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised |
         values = (codes - shift[group, first:last].T).astype(np.float32)
         return Rows(values * by, np.abs(by) * np.float32(0.5), _is_end(codes, bits))
 
-    keys = tuple(name for part in ("qweight", "qzeros", "scales", "g_idx") if (name := home + part) in places)
+    keys = tuple(name for end in ("qweight", "qzeros", "scales", "g_idx") if (name := home + end) in places)
     scheme = f"{'AWQ' if is_awq else 'GPTQ'}, {bits} bits, groups of {size}"
     return Quantised(f"{home}weight", keys, (out, width), scheme, size, rows)
 
