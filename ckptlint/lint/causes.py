@@ -105,10 +105,10 @@ def read_cause(file: str, text: str) -> KnownCause:
     """
     known = made_of(KnownCause, file, toml_table(file, text), name=Path(file).stem)
     codes = {rule.code for rule in load_rules()}
-    for part, clauses in {"find": known.find, "also": known.also, "never": known.never}.items():
+    for section, clauses in {"find": known.find, "also": known.also, "never": known.never}.items():
         for name, clause in clauses.items():
             if unknown := [code for code in clause.codes if code not in codes]:
-                raise ValueError(f"{file}: {part}.{name}.codes has {unknown[0]!r}, which is not a rule")
+                raise ValueError(f"{file}: {section}.{name}.codes has {unknown[0]!r}, which is not a rule")
     return known
 
 

@@ -108,7 +108,7 @@ def _names_rules(place: str, _changed: int) -> bool:
 
 
 def _imported(name: str, barred: Iterable[Path]) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
+    if not all(word.isidentifier() for word in name.split(".")):
         raise ConfigError(f"{name!r} is not a plug-in: name an importable package, not a path")
     spec = importlib.util.find_spec(name.partition(".")[0])
     if spec is None:

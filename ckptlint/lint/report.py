@@ -107,8 +107,8 @@ class Diagnostic:
         import hashlib
 
         finding = self.finding
-        parts = (self.code, self.fqn, self.region, finding.identity or (self.message if self.fqn is None else ()))
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        facts = (self.code, self.fqn, self.region, finding.identity or (self.message if self.fqn is None else ()))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -382,8 +382,8 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = LEVEL
         names = [name for name, entry in folder.entries.others.items() if entry.is_link]
         for name in [*names, *folder.entries.strange]:
             place = printable(f"{label}/{name}" if label else name)
-            for part in {*PurePath(folder.target(name)).parts, *PurePath(folder.link_target_resolved(name)).parts}:
-                yield part, f"the link {place} leads there"
+            for via in {*PurePath(folder.target(name)).parts, *PurePath(folder.link_target_resolved(name)).parts}:
+                yield via, f"the link {place} leads there"
         inner = [name for name in folder.folders() if name not in but and name not in names]
     except NothingToCheckError:
         return  # it went meanwhile
