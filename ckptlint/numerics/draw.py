@@ -260,12 +260,12 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: 
     is_run = order is None and int(at[-1]) - int(at[0]) == len(at) - 1  # as most are
     groups = [at] if is_run else np.split(at, np.flatnonzero(np.diff(at) > _GAP) + 1)
     spans = [(start + int(group[0]) * item, (int(group[-1]) - int(group[0]) + 1) * item) for group in groups]
-    parts = folder.ranges(path, spans)
-    if any(len(part) != length for part, (_, length) in zip(parts, spans, strict=True)):
+    pieces = folder.ranges(path, spans)
+    if any(len(piece) != length for piece, (_, length) in zip(pieces, spans, strict=True)):
         return None
-    words = [np.frombuffer(part, f"<u{item}") for part in parts]
+    words = [np.frombuffer(piece, f"<u{item}") for piece in pieces]
     if not is_run:
-        words = [np.concatenate([part[group - group[0]] for part, group in zip(words, groups, strict=True)])]
+        words = [np.concatenate([piece[group - group[0]] for piece, group in zip(words, groups, strict=True)])]
     numbers = decoded(words[0], tensor.dtype)
     if numbers is None:
         return None
