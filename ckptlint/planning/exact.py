@@ -68,8 +68,8 @@ def axes_of(mesh: str) -> dict[str, int]:
     {'replicate': 2, 'shard': 4}
     """
     sizes: dict[str, int] = {}
-    for part in mesh.split(","):
-        match = _AXIS.fullmatch(part)
+    for text in mesh.split(","):
+        match = _AXIS.fullmatch(text)
         if match is None or match[1] in sizes:
             raise ConfigError(f"{mesh} is not a mesh such as dp=4,tp=2")
         sizes[match[1]] = int(match[2])
@@ -156,7 +156,7 @@ def _requests(
         key, shape, dtype = name
         target = None
         if shape is not None:
-            at, offsets, sizes = ([chunk[part] for chunk in boxes[name]] for part in range(3))
+            at, offsets, sizes = ([chunk[column] for chunk in boxes[name]] for column in range(3))
             columns = (np.array(column, np.int64).reshape(len(at), len(shape)) for column in (offsets, sizes))
             target = Target.of_ranks(shape, np.array(at, np.int64), *columns)
             target = shared.setdefault(target.content, target)

@@ -59,17 +59,17 @@ def _feed_forward(ckpt: Checkpoint, tp: int, etp: int) -> Iterator[Constraint]:
         if name.function in ("mlp_in", "mlp_out"):
             stored[name.in_experts].update(tensor.global_shape)
     block = _block(ckpt)
-    for in_experts, parts in ((False, tp), (True, etp)):
+    for in_experts, ranks in ((False, tp), (True, etp)):
         sizes = {number(trusted(ckpt), name) for name in ("ffn", "moe_ffn")}
         for size in sorted(size for size in sizes if size and {size, 2 * size} & stored[in_experts]):
             what = f"the {size:,} rows of {'an expert' if in_experts else 'a feed-forward layer'}"
-            by = f"{'etp' if in_experts and parts != tp else 'tp'} {parts}"
-            if size % parts:
+            by = f"{'etp' if in_experts and ranks != tp else 'tp'} {ranks}"
+            if size % ranks:
                 taken = "vLLM, SGLang and Megatron-Core refuse that, transformers cuts them unevenly"
                 yield Constraint("note", f"{what} do not divide by {by}: {taken}", source=_PARTS)
-            elif parts > 1 and block and size // parts % block:
+            elif ranks > 1 and block and size // ranks % block:
                 why = f"no whole blocks of {block} with a scale: vLLM and SGLang refuse that"
-                yield Constraint("note", f"{what} are {size // parts:,} for each rank of {by}, {why}", source=_BLOCKS)
+                yield Constraint("note", f"{what} are {size // ranks:,} for each rank of {by}, {why}", source=_BLOCKS)
 
 
 def _block(ckpt: Checkpoint) -> int:

@@ -47,10 +47,10 @@ def axis_sizes(text: str) -> dict[str, int]:
     {'dp': 8, 'tp': 2}
     """
     sizes: dict[str, int] = {}
-    for part in text.split(","):
-        match = _SIZE.fullmatch(part)
+    for item in text.split(","):
+        match = _SIZE.fullmatch(item)
         if match is None:
-            raise ConfigError(f"{part.strip() or text!r} is not an axis with a size such as dp=8")
+            raise ConfigError(f"{item.strip() or text!r} is not an axis with a size such as dp=8")
         name = "dp" if match[1] in ("fsdp", "dp_shard") else match[1]
         if name not in JOB_AXES:
             raise ConfigError(f"there is no axis {match[1]!r}, only {', '.join(JOB_AXES)}")
@@ -314,7 +314,7 @@ class _Cutter:
     def _cut(self, shape: tuple[int, ...], cuts: list[_Cut], who: IntArray) -> Target:
         """The boxes of these ranks; a rank with an empty part has no box."""
         halves = [(axis, runs) for axis, _, runs in cuts if runs > 1]
-        parts = []
+        pieces = []
         for run in range(halves[0][1] if halves else 1):
             start = np.zeros((len(who), len(shape)), np.int64)
             stop = np.tile(np.array(shape, np.int64), (len(who), 1))
@@ -326,6 +326,6 @@ class _Cutter:
                 start[:, axis] = np.minimum(start[:, axis] + each * self.ranks.at[over][who], stop[:, axis])
                 stop[:, axis] = np.minimum(start[:, axis] + each, stop[:, axis])
             live: BoolArray = np.asarray((stop > start).all(axis=1))
-            parts.append((who[live], start[live], (stop - start)[live]))
-        columns = [np.concatenate([part[column] for part in parts]) for column in range(3)]
+            pieces.append((who[live], start[live], (stop - start)[live]))
+        columns = [np.concatenate([piece[column] for piece in pieces]) for column in range(3)]
         return Target.of_ranks(shape, *columns)

@@ -283,9 +283,9 @@ def _be_rank(folder: Path, request: Mapping[str, Any], rank: int) -> None:
     status = 1
     try:
         answer = _answer(folder, request, rank)
-        part = folder / f"rank-{rank}.part"
-        part.write_text(json.dumps(answer))
-        part.rename(folder / f"rank-{rank}.json")
+        draft = folder / f"rank-{rank}.part"
+        draft.write_text(json.dumps(answer))
+        draft.rename(folder / f"rank-{rank}.json")
         status = 1 if "failed" in answer else 0
     finally:
         os._exit(status)
