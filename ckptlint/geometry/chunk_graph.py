@@ -78,15 +78,15 @@ def axis_slots(tiling: Tiling, axis: int) -> AxisSlots | None:
     lengths, counts = np.unique(stops - starts, return_counts=True)
     usual = int(lengths[counts.argmax()]) if len(lengths) else size
     lows, highs = np.append(0, stops), np.append(starts, size)
-    parts = []
+    places = []
     for gap in np.flatnonzero(lows < highs).tolist():
         low, high = int(lows[gap]), int(highs[gap])
         step = usual if (high - low) % usual == 0 else high - low
         if (high - low) // step + len(starts) > _PLACE_LIMIT:
             return None
-        parts.append(np.arange(low, high, step))
-        parts.append(np.append(parts[-1][1:], high))
-    absent, ends = (np.concatenate([np.zeros(0, np.int64), *parts[i::2]]) for i in range(2))
+        places.append(np.arange(low, high, step))
+        places.append(np.append(places[-1][1:], high))
+    absent, ends = (np.concatenate([np.zeros(0, np.int64), *places[i::2]]) for i in range(2))
     starts, stops = np.concatenate([starts, absent]), np.concatenate([stops, ends])
     order = np.argsort(starts, kind="stable")
     return AxisSlots(axis, starts[order], stops[order], order >= len(starts) - len(absent))
@@ -118,7 +118,7 @@ def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
 
 def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """Which shard of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
-    parts, crossing = list[str](), list[str]()
+    clauses, crossing = list[str](), list[str]()
     for axis, (slots, inside) in coordinates(tensor.tiling, region).items():
         count = len(slots)
         if count == 1:
@@ -129,11 +129,11 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         of = f" of size {lengths[0]:,}" if len(lengths) == 1 else ""
         shards = numbered("shard", inside)
         if slots.is_absent[inside].all():
-            parts.append(f"{name} is split into {count} shards{of}; {shards} {verb(len(inside), 'is')} missing")
+            clauses.append(f"{name} is split into {count} shards{of}; {shards} {verb(len(inside), 'is')} missing")
         elif len(inside) < count:
             crossing.append(f"{shards} of {count} on {name}")
-    if crossing and not parts:
-        parts.append("no dim lacks a shard; what is missing is " + " x ".join(crossing))
+    if crossing and not clauses:
+        clauses.append("no dim lacks a shard; what is missing is " + " x ".join(crossing))
     elif crossing:
-        parts.append("at " + " x ".join(crossing))
-    return "; ".join(parts)
+        clauses.append("at " + " x ".join(crossing))
+    return "; ".join(clauses)
