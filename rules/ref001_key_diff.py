@@ -79,7 +79,7 @@ def _finding(
 ) -> Finding:
     """The finding on a key, or on some layers or experts of it, that only one side has."""
     entry, reference = lone.entry, require(ckpt.reference)
-    what = " ".join(text for text in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if text)
+    what = " ".join(word for word in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if word)
     is_one = lone.part.rpartition(" ")[2].isdecimal() and "," not in lone.part
     subject = f"{lone.part}{{of}} {'is' if is_one else 'are'} not" if lone.part else "no part{of} is"
     message = f"{subject} in the reference; this checkpoint stores {what}"

@@ -156,7 +156,7 @@ def _requests(
         key, shape, dtype = name
         target = None
         if shape is not None:
-            at, offsets, sizes = ([chunk[column] for chunk in boxes[name]] for column in range(3))
+            at, offsets, sizes = ([chunk[i] for chunk in boxes[name]] for i in range(3))
             columns = (np.array(column, np.int64).reshape(len(at), len(shape)) for column in (offsets, sizes))
             target = Target.of_ranks(shape, np.array(at, np.int64), *columns)
             target = shared.setdefault(target.content, target)
