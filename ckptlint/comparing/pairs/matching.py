@@ -217,11 +217,11 @@ def _joined(pieces: Sides, wholes: Sides) -> Iterator[Match]:
         for dtype, hashes in joined.hashes.items():
             roles = groups.get((layer_number(joined.fqn), parse(joined.fqn).expert, dtype, joined.columns), {})
             rows, wanted = len(hashes.rows), multiset(hashes.rows)
-            found = next(_adding_up(roles, joined, dtype, rows, wanted, gone), None)
-            if found is not None:
-                gone |= {side.fqn for side in found}
-                names = tuple(side.fqn for side in found)
-                yield Match("joined", names, (joined.fqn,), *_in_order(found, joined, dtype))
+            sides = next(_adding_up(roles, joined, dtype, rows, wanted, gone), None)
+            if sides is not None:
+                gone |= {side.fqn for side in sides}
+                names = tuple(side.fqn for side in sides)
+                yield Match("joined", names, (joined.fqn,), *_in_order(sides, joined, dtype))
                 break
 
 

@@ -37,7 +37,7 @@ def layer_by_layer(sides: Mapping[str, Side], blocks: Mapping[str, str]) -> dict
         by_layer = {dtype: hashes.layers() for dtype, hashes in side.hashes.items()}
         for number in range(side.shape[0]):
             fqn = f"{name[:at]}.{number}{name[at:]}"
-            hashes = {dtype: each[number] for dtype, each in by_layer.items()}
+            hashes = {dtype: hashes_of[number] for dtype, hashes_of in by_layer.items()}
             stored = replace(side.stored, layer=number)
             layers[fqn] = replace(side, fqn=fqn, shape=side.shape[1:], hashes=hashes, stored=stored)
     return layers
