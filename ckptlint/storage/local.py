@@ -120,9 +120,9 @@ class LocalFolder(Folder):
         batches = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
         done = 0
         with ThreadPoolExecutor(_THREADS) as pool:
-            for found in pool.map(lambda batch: list(map(self.stat, batch)), batches):
-                yield from found
-                done += len(found)
+            for stats in pool.map(lambda batch: list(map(self.stat, batch)), batches):
+                yield from stats
+                done += len(stats)
                 advance("files", done, len(relatives))
 
     def open(self, name: str) -> BinaryIO:
