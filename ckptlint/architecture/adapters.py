@@ -69,13 +69,13 @@ def factors_of(keys: Iterable[str]) -> list[Factors]:
     """
     factors: dict[tuple[str, str], Factors] = {}
     for key in keys:
-        parts = key.split(".")
-        at = next((i for i in range(len(parts) - 1, 0, -1) if parts[i] in _PARTS), 0)
-        behind = parts[at + 1 : -1] if parts[-1] == "weight" else parts[at + 1 :]
+        words = key.split(".")
+        at = next((i for i in range(len(words) - 1, 0, -1) if words[i] in _PARTS), 0)
+        behind = words[at + 1 : -1] if words[-1] == "weight" else words[at + 1 :]
         if not at or len(behind) > 1 or "bias" in behind:
             continue
-        home = ".".join(parts[:at]), "".join(behind)
-        factors.setdefault(home, Factors(*home)).keys[_PARTS[parts[at]]] = key
+        home = ".".join(words[:at]), "".join(behind)
+        factors.setdefault(home, Factors(*home)).keys[_PARTS[words[at]]] = key
     return list(factors.values())
 
 
@@ -143,8 +143,8 @@ def endings(name: str) -> Iterator[str]:
     >>> list(endings("layers.0.q_proj"))
     ['layers.0.q_proj', '0.q_proj', 'q_proj']
     """
-    parts = name.split(".")[-_DEPTH:]
-    return (".".join(parts[start:]) for start in range(len(parts)))
+    words = name.split(".")[-_DEPTH:]
+    return (".".join(words[start:]) for start in range(len(words)))
 
 
 def plain_text(pattern: str) -> str | None:

@@ -85,8 +85,8 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
     if not depth:
         raise ExpressionError("an expression that is nested too deeply")
 
-    def inner(part: ast.expr) -> _Node:
-        return _node(part, names, depth - 1)
+    def inner(expr: ast.expr) -> _Node:
+        return _node(expr, names, depth - 1)
 
     match tree:
         case ast.Constant(value=int() | float() | str() as value) if not isinstance(value, bool):
@@ -108,9 +108,9 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
             node = inner(part)
             return lambda fields: not node(fields)
         case ast.BoolOp(op=op, values=values):
-            parts = [inner(part) for part in values]
+            terms = [inner(expr) for expr in values]
             every = all if isinstance(op, ast.And) else any
-            return lambda fields: every(part(fields) for part in parts)
+            return lambda fields: every(term(fields) for term in terms)
         case ast.IfExp(test=test, body=body, orelse=orelse):
             condition, then, otherwise = inner(test), inner(body), inner(orelse)
             return lambda fields: then(fields) if condition(fields) else otherwise(fields)

@@ -266,10 +266,10 @@ def _stops_the_library(name: str, value: object, defaults: Sequence[object]) -> 
 def _at(config: Mapping[str, object], path: str) -> Iterator[object]:
     """What a configuration holds under a path of sections, if anything."""
     value: object = config
-    for part in path.split("."):
-        if not isinstance(value, dict) or part not in value:
+    for section in path.split("."):
+        if not isinstance(value, dict) or section not in value:
             return
-        value = value[part]
+        value = value[section]
     yield value
 
 

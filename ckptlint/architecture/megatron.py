@@ -302,8 +302,8 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
 
 def _words(spec: object) -> str:
     """A specification of layers as one text: module and name, a path in a mapping, or a class."""
-    parts = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, (list, tuple)) else [spec]
-    return " ".join(part for part in list(parts)[:10] if isinstance(part, str))[:1000] or ("it" if spec else "")
+    items = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, (list, tuple)) else [spec]
+    return " ".join(item for item in list(items)[:10] if isinstance(item, str))[:1000] or ("it" if spec else "")
 
 
 def _size(given: Mapping[str, object], name: str, default: int | None) -> int:

@@ -110,9 +110,9 @@ class _Plan:
     """One row, taken apart."""
 
     def __init__(self, row: TableRow, ranges: Mapping[str, str]) -> None:
-        parts = _INDEX.split(row.name)
+        pieces = _INDEX.split(row.name)
         self.row = row
-        self.texts, self.indices = parts[::2], parts[1::2]
+        self.texts, self.indices = pieces[::2], pieces[1::2]
         self.ranges = [parse_expression(ranges[index]) for index in self.indices]
         self.dims = [parse_expression(dim) for dim in row.dims]
         exists = parse_expression(row.exists) if row.exists else None

@@ -302,8 +302,8 @@ def read_archive(read: Read, size: int) -> Archive:
     is_wanted = [member is pickled or (member.size <= _SMALL and not member.is_storage) for member in members]
     wanted = [*compress(zip(members, limits, strict=True), is_wanted)]
     raw = read([(member.header, limit - member.header) for member, limit in wanted])
-    parts = zip(raw, wanted, strict=True)
-    contents = {member.short.lower(): member_data(data, member, limit) for data, (member, limit) in parts}
+    pairs = zip(raw, wanted, strict=True)
+    contents = {member.short.lower(): member_data(data, member, limit) for data, (member, limit) in pairs}
     if contents.get("byteorder", b"little") != b"little":  # numbers would be read in the wrong order
         raise UnreadableError("holds numbers in big-endian order, which ckptlint does not read")
     return Archive(members, limits, contents["data.pkl"])

@@ -494,7 +494,7 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     if name == "_rebuild_tensor_v3" and len(args) >= 7 and isinstance(args[6], str):
         dtype = str(printable(args[6]))
     rest = args[7:] if name == "_rebuild_tensor_v3" else args[6:]  # a view may be conjugated or negated
-    wrapped |= any(any(part.values()) for part in rest if isinstance(part, dict))
+    wrapped |= any(any(flags.values()) for flags in rest if isinstance(flags, dict))
     length = pid[4]
     if pid[1].name == "UntypedStorage":
         length = length * 8 // bits if (bits := ITEM_BITS.get(dtype, 0)) else -1

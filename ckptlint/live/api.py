@@ -562,7 +562,7 @@ def _digests(
         value = rank_chunks[i].data
         if type(value) is argparse.Namespace:
             items = vars(value).items()
-            value = {name: part for name, part in items if not is_unequal(f"{rank_chunks[i].fqn}.{name}", part)}
+            value = {name: option for name, option in items if not is_unequal(f"{rank_chunks[i].fqn}.{name}", option)}
         digest = live_object_digest(value, limit)
         out[i] = 0 if digest is None else digest or 1
         left |= {i} if digest is None else set()

@@ -124,17 +124,17 @@ class SharedCheck:
             raise NothingToCheckError(view.reason)
         shared, hosts = 0, {*self._texts(socket.gethostname().encode())}
         for place in view.places:
-            reader, part, reason = self._read(place, depth, reading)
-            self._agree(reason, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
+            reader, share, reason = self._read(place, depth, reading)
+            self._agree(reason, share is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
             assert reader is not None
-            if part is None:
+            if share is None:
                 ckpt = reader.ckpt
             else:
-                parts = self._gathered(part)
+                gathered = self._gathered(share)
                 if self.rank:
                     continue
-                ckpt = join(place.folder, reader.ckpt, reader.how, parts)
-                ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, parts)])
+                ckpt = join(place.folder, reader.ckpt, reader.how, gathered)
+                ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, gathered)])
                 shared += ckpt.total_bytes if reader.how.depth.reads_all and reader.how.percent is None else 0
             if self.rank == 0:
                 yield place, ckpt
@@ -223,11 +223,11 @@ class SharedCheck:
         if some and others:
             raise AccessError("only some ranks could read the metadata")
 
-    def _gathered(self, part: PartialRead) -> list[PartialRead]:
+    def _gathered(self, share: PartialRead) -> list[PartialRead]:
         """The parts of all ranks, on rank 0: they come from processes of this job alone."""
         if self.group.world == 1:
-            return [part]
-        texts = self._texts(pickle.dumps(part))
+            return [share]
+        texts = self._texts(pickle.dumps(share))
         return [] if self.rank else [pickle.loads(text) for text in texts]  # noqa: S301
 
     def _texts(self, text: bytes) -> list[bytes]:
@@ -356,12 +356,12 @@ def _listed(differing: Mapping[str, int], count: int, files: Mapping[str, int]) 
     """The files that a rank sees otherwise than rank 0."""
     if not count:
         return f"{len(files):,} files"
-    parts = [
+    texts = [
         f"{printable(name)} {'is absent' if size < 0 else f'has {size:,} bytes'}"
         + (f", {files[name]:,} on rank 0" if name in files and size >= 0 else "")
         for name, size in differing.items()
     ]
-    return "; ".join(parts) + (f"; {count - len(parts):,} more" if count > len(parts) else "")
+    return "; ".join(texts) + (f"; {count - len(texts):,} more" if count > len(texts) else "")
 
 
 # ---------------------------------------------------------------- sharing out
@@ -392,12 +392,12 @@ def _forget_pages(folder: Folder, ckpt: Checkpoint, share: IntArray) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _conflicts(ckpt: Checkpoint, parts: Sequence[PartialRead]) -> list[Problem]:
+def _conflicts(ckpt: Checkpoint, gathered: Sequence[PartialRead]) -> list[Problem]:
     """Records that two nodes read, and of which they did not read the same."""
     first: dict[int, tuple[Any, ...]] = {}
     rows: dict[int, set[int]] = {}
-    for rank, part in enumerate(parts if len(parts) > 1 else ()):
-        for row, *what in zip(part.rows.tolist(), part.sums.tolist(), part.table.state.tolist(), strict=True):
+    for rank, share in enumerate(gathered if len(gathered) > 1 else ()):
+        for row, *what in zip(share.rows.tolist(), share.sums.tolist(), share.table.state.tolist(), strict=True):
             if first.setdefault(row, tuple(what)) != tuple(what):
                 rows.setdefault(row, set()).add(rank)
     if not rows:

@@ -87,14 +87,14 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         units[0] = replace(units[0], not_followed=(*units[0].not_followed, sentence))
-    places = frozenset(place.place for part in units for place in (part.folder, *part.reports_for))
+    places = frozenset(place.place for unit in units for place in (unit.folder, *unit.reports_for))
     around: set[str] = set()  # the places of all folders around these
     for place in places:
         while (place := place.rpartition("/")[0]) and place not in around:
             around.add(place)
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
-    return [replace(part, claimed=places, around_claimed=frozenset(around), step=part.step or at) for part in units]
+    return [replace(unit, claimed=places, around_claimed=frozenset(around), step=unit.step or at) for unit in units]
 
 
 def _lost_model(step: Folder) -> bool:

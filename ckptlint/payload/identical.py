@@ -81,7 +81,7 @@ def _alike(ckpt: Checkpoint, table: PayloadTable) -> list[IntArray]:
     order = np.lexsort(columns.T[::-1])
     rows, columns = rows[order], columns[order]
     cuts = np.flatnonzero((columns[1:] != columns[:-1]).any(axis=1)) + 1
-    return [part for part in np.split(rows, cuts) if len(part) > 1] if len(rows) else []
+    return [group for group in np.split(rows, cuts) if len(group) > 1] if len(rows) else []
 
 
 def _norms(ckpt: Checkpoint, table: PayloadTable) -> list[int]:
@@ -112,9 +112,9 @@ class _Samples:
             for at in range(0, len(mine), _BATCH):
                 batch = mine[at : at + _BATCH]
                 spans = [self._spans(row) for row in batch]
-                data = iter(self.folder.ranges(path_of(self.ckpt, file), [span for part in spans for span in part]))
-                for row, part in zip(batch, spans, strict=True):
-                    samples[row] = b"".join(next(data) for _ in part)
+                data = iter(self.folder.ranges(path_of(self.ckpt, file), [span for of_row in spans for span in of_row]))
+                for row, of_row in zip(batch, spans, strict=True):
+                    samples[row] = b"".join(next(data) for _ in of_row)
         return samples
 
     def has_equal_rows(self, row: int) -> bool:
@@ -130,9 +130,9 @@ class _Samples:
         places = [place * ((length - width) // (_PLACES - 1)) // item * item for place in range(_PLACES)]
         rows = np.linspace(0, count - 1, min(count, _ROWS)).astype(int).tolist()
         spans = [(start + i * length + place, width) for i in rows for place in places]
-        parts = self.folder.ranges(path_of(self.ckpt, int(self.ckpt.records.file[row])), spans)
-        first = parts[:_PLACES]
-        is_equal = all(parts[i : i + _PLACES] == first for i in range(0, len(parts), _PLACES))
+        samples = self.folder.ranges(path_of(self.ckpt, int(self.ckpt.records.file[row])), spans)
+        first = samples[:_PLACES]
+        is_equal = all(samples[i : i + _PLACES] == first for i in range(0, len(samples), _PLACES))
         return is_equal and not _is_constant(b"".join(first), self.table, row)
 
     def _spans(self, row: int) -> list[tuple[int, int]]:

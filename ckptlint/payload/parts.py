@@ -104,30 +104,30 @@ def _key(identity: bytes) -> bytes:
     return b"blake2b " + blake2b(identity, digest_size=16).digest()
 
 
-def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[PartialRead]) -> Checkpoint:
-    """The checkpoint with all parts joined; where two parts read one record, the first counts.
+def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, shares: Sequence[PartialRead]) -> Checkpoint:
+    """The checkpoint with all shares joined; where two shares read one record, the first counts.
 
     Raises AccessError where a read is refused.
     """
-    table, decoded, broken = _merged(len(ckpt.records), how, parts)
+    table, decoded, broken = _merged(len(ckpt.records), how, shares)
     problems = _refusals(ckpt, table, decoded)
-    problems += [problem for part in parts for problem in part.problems]
+    problems += [problem for share in shares for problem in share.problems]
     if not how.hashes_only:
         find_same(folder, ckpt, table)
     damages, unread = _broken(folder, ckpt, table, broken)
-    of_parts = [damage for part in parts for damage in part.damages]
+    of_shares = [damage for share in shares for damage in share.damages]
     payload = replace(
         table,
-        damages=tuple(dict.fromkeys([*of_parts, *damages])),
-        matched=tuple(name for part in parts for name in part.table.matched),
-        unlisted={name: source for part in parts for name, source in part.table.unlisted.items()},
-        verifying=next((part.table.verifying for part in parts if part.table.verifying), ""),
-        bare=tuple(name for part in parts for name in part.table.bare),
-        odd_values=tuple(item for part in parts for item in part.table.odd_values),
-        beside={place: item for part in parts for place, item in part.table.beside.items()},
-        sample=parts[0].table.sample,
-        values=parts[0].table.values,
-        row_hashes=parts[0].table.row_hashes,
+        damages=tuple(dict.fromkeys([*of_shares, *damages])),
+        matched=tuple(name for share in shares for name in share.table.matched),
+        unlisted={name: source for share in shares for name, source in share.table.unlisted.items()},
+        verifying=next((share.table.verifying for share in shares if share.table.verifying), ""),
+        bare=tuple(name for share in shares for name in share.table.bare),
+        odd_values=tuple(item for share in shares for item in share.table.odd_values),
+        beside={place: item for share in shares for place, item in share.table.beside.items()},
+        sample=shares[0].table.sample,
+        values=shares[0].table.values,
+        row_hashes=shares[0].table.row_hashes,
     )
     is_all = how.depth.reads_all and not payload.sample  # only then were checksum lists and the seal compared
     step_files = tuple(
@@ -138,29 +138,29 @@ def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[Par
 
 
 def _merged(
-    count: int, how: ReadOptions, parts: Sequence[PartialRead]
+    count: int, how: ReadOptions, shares: Sequence[PartialRead]
 ) -> tuple[PayloadTable, dict[int, Decoded], dict[int, list[tuple[int, UnreadableError]]]]:
-    """The table of all parts, what the `data.pkl`s are by the number of their content, and what is broken by file."""
-    is_whole = len(parts) == 1 and len(parts[0].rows) == count
-    table = parts[0].table if is_whole else empty_payload(count, how.depth)
+    """The table of all shares, what the `data.pkl`s are by the number of their content, and what is broken by file."""
+    is_whole = len(shares) == 1 and len(shares[0].rows) == count
+    table = shares[0].table if is_whole else empty_payload(count, how.depth)
     is_free = np.ones(count, bool)
     broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
     number: dict[bytes, int] = {}
     decoded: dict[int, Decoded] = {}
     contents: list[RecordContent] = []
-    for part in parts:
-        new = is_free[part.rows]
-        at = part.rows[new]
+    for share in shares:
+        new = is_free[share.rows]
+        at = share.rows[new]
         is_free[at] = False
         if not is_whole:
-            table.rows[at] = part.table.rows[new]
-        for key, content in zip(part.keys, part.table.contents, strict=True):
+            table.rows[at] = share.table.rows[new]
+        for key, content in zip(share.keys, share.table.contents, strict=True):
             if number.setdefault(key, len(contents)) == len(contents):
                 contents.append(content)
-        shift = np.array([*(number[key] for key in part.keys), -1], np.int32)  # -1, the last one, for no content
-        table.content[at] = shift[part.table.content[new]]
-        decoded |= {number[key]: pickled for key, pickled in part.decoded.items()}
-        for file, faults in part.broken.items():
+        shift = np.array([*(number[key] for key in share.keys), -1], np.int32)  # -1, the last one, for no content
+        table.content[at] = shift[share.table.content[new]]
+        decoded |= {number[key]: pickled for key, pickled in share.decoded.items()}
+        for file, faults in share.broken.items():
             known = {row for row, _ in broken[file]}
             broken[file] += [item for item in faults if item[0] not in known]
     table.contents[:] = contents
@@ -254,7 +254,7 @@ def zero_bytes(folder: Folder, ckpt: Checkpoint, row: int) -> int:
     file, offset, length = int(records.file[row]), int(records.byte_offset[row]), int(records.byte_length[row])
     count = 0
     for at in range(offset, offset + length, BLOCK):
-        part = folder.read_range(path_of(ckpt, file), at, min(BLOCK, offset + length - at))
-        data = np.frombuffer(part[: len(part) - len(part) % _SECTOR], np.uint8).reshape(-1, _SECTOR)
+        block = folder.read_range(path_of(ckpt, file), at, min(BLOCK, offset + length - at))
+        data = np.frombuffer(block[: len(block) - len(block) % _SECTOR], np.uint8).reshape(-1, _SECTOR)
         count += _SECTOR * int((~data.any(axis=1)).sum())
     return count

@@ -68,8 +68,8 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gat
     AccessError where a read is refused, and KeyboardInterrupt, whose argument says in a sentence what was covered.
     """
     reader = Reader(folder, ckpt, how, hashes=hashes)
-    part = reader.part()
-    return join(folder, reader.ckpt, how, [part])
+    share = reader.part()
+    return join(folder, reader.ckpt, how, [share])
 
 
 class Reader:
@@ -208,12 +208,12 @@ class Reader:
         for file, headers in self._run(tasks, max(few, 1)):
             self.result.broken[file] += headers.broken
             for record in headers.records:
-                parts = _storages(record.parts)
-                names = [part.name for part in parts]
+                members = _storages(record.parts)
+                names = [member.name for member in members]
                 table.content[record.row] = contents.number(record.pickle, names, table.contents)
-                self._place(record.row, parts)
-                if len(parts) > 1 and self.is_tensor[record.row]:
-                    several[record.row] = parts
+                self._place(record.row, members)
+                if len(members) > 1 and self.is_tensor[record.row]:
+                    several[record.row] = members
             for group in headers.alike:
                 several |= self._place_alike(group)
             if self.how.depth.reads_all:
@@ -258,13 +258,13 @@ class Reader:
                 break
         return headers
 
-    def _place(self, row: int, parts: tuple[ArchiveMember, ...]) -> None:
+    def _place(self, row: int, members: tuple[ArchiveMember, ...]) -> None:
         table = self.result.table
         table.state[row] = RecordState.READ
-        table.storages[row] = len(parts)
-        table.stored[row] = sum(part.size for part in parts)
-        if parts:
-            _, start, size, crc = parts[0]
+        table.storages[row] = len(members)
+        table.stored[row] = sum(member.size for member in members)
+        if members:
+            _, start, size, crc = members[0]
             table.start[row], table.size[row] = start, size
             table.crc[row] = crc if crc or not size else -1
 
@@ -286,10 +286,10 @@ class Reader:
     def _place_decoded(self, several: Mapping[int, tuple[ArchiveMember, ...]]) -> None:
         """Place tensors with several storages by their decoded pickle, and mark records whose pickle is unreadable."""
         table = self.result.table
-        for row, parts in several.items():
+        for row, members in several.items():
             content = table.of(row)
-            named = [part for part in parts if content is not None and part.name == content.key]
-            self._place(row, (*named, *(part for part in parts if part not in named)))
+            named = [member for member in members if content is not None and member.name == content.key]
+            self._place(row, (*named, *(member for member in members if member not in named)))
         for number, rows in by_content(table):
             decoded = self.contents.decoded[number]
             if decoded.content is None or decoded.error is not None:
@@ -482,6 +482,6 @@ class Reader:
         return f"interrupted after {done:,} of {total:,} bytes{share} of {self.ckpt.path} were checked; {bad} so far"
 
 
-def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:
+def _storages(members: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:
     """The members with tensor data."""
-    return tuple(part for part in parts if part.name.startswith("data/"))
+    return tuple(member for member in members if member.name.startswith("data/"))

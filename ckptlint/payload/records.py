@@ -35,5 +35,5 @@ def file_sizes(ckpt: Checkpoint) -> IntArray:
 def by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, IntArray]:
     """The rows of each file in the order of their bytes."""
     rows = rows[np.lexsort((offset[rows], file[rows]))]
-    parts = np.split(rows, np.flatnonzero(np.diff(file[rows])) + 1) if len(rows) else []
-    return {int(file[part[0]]): part for part in parts}
+    groups = np.split(rows, np.flatnonzero(np.diff(file[rows])) + 1) if len(rows) else []
+    return {int(file[mine[0]]): mine for mine in groups}

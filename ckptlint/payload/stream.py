@@ -170,16 +170,16 @@ class _Work:
         if len(self.buffers.get(slot, b"")) < end - begin:
             self.buffers[slot] = bytearray(end - begin)  # most files are far smaller than a block
         data = self._read(self.buffers[slot], begin, end)
-        parts = []
+        pieces = []
         for member in range(first, last):
             start = max(self.starts[member], begin)
-            part = data[start - begin : max(self.ends[member] - begin, 0)]
+            view = data[start - begin : max(self.ends[member] - begin, 0)]
             values, digest = None, 0
             if member in self.scans:
-                values, digest = _scan(self.scans[member], part, start - self.starts[member])
-            crc = crc32(part) if self.summed[member] and len(part) == BLOCK else None
-            parts.append(_Part(member, part if self.summed[member] else part[:0], crc, values, digest))
-        return _Block(data, parts)
+                values, digest = _scan(self.scans[member], view, start - self.starts[member])
+            crc = crc32(view) if self.summed[member] and len(view) == BLOCK else None
+            pieces.append(_Part(member, view if self.summed[member] else view[:0], crc, values, digest))
+        return _Block(data, pieces)
 
     def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
         view = memoryview(buffer)[: end - begin]
@@ -213,14 +213,14 @@ def _in_order(work: _Work, plan: Iterator[tuple[int, int, int, int]], threads: i
 
 
 def _merge(seen: Streamed, block: _Block) -> None:
-    for part in block.parts:
-        before = int(seen.crc[part.member])
+    for piece in block.parts:
+        before = int(seen.crc[piece.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
-        seen.crc[part.member] = crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
-        if part.values is not None:
-            seen.values[part.member].join(part.values)
-        if part.member in seen.digests:
-            seen.digests[part.member] = seen.digests[part.member] + part.digest & MASK
+        seen.crc[piece.member] = crc32(piece.data, before) if piece.crc is None else _shifted(before) ^ piece.crc
+        if piece.values is not None:
+            seen.values[piece.member].join(piece.values)
+        if piece.member in seen.digests:
+            seen.digests[piece.member] = seen.digests[piece.member] + piece.digest & MASK
 
 
 @cache
@@ -239,23 +239,23 @@ def _shifted(crc: int) -> int:
     return moved
 
 
-def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[RecordValues | None, int]:
+def _scan(scan: Scan, data: memoryview, offset: int) -> tuple[RecordValues | None, int]:
     """Statistics and digest of the scanned elements within these bytes of the member."""
     first = max(scan.first * scan.item - offset, 0)
-    last = min((scan.first + scan.count) * scan.item - offset, len(part) - len(part) % scan.item)
+    last = min((scan.first + scan.count) * scan.item - offset, len(data) - len(data) % scan.item)
     if first >= last:
         return None, 0
     at = (offset + first) // scan.item
-    values = values_of(part[first:last], scan.dtype, at) if scan.looks else None
+    values = values_of(data[first:last], scan.dtype, at) if scan.looks else None
     if scan.where is None and scan.placed is None:
         return values, 0
-    parts = 2 if scan.dtype.startswith("complex") else 1
-    bits = np.frombuffer(part[first:last], f"<u{scan.item // parts}")
+    reals = 2 if scan.dtype.startswith("complex") else 1
+    bits = np.frombuffer(data[first:last], f"<u{scan.item // reals}")
     if scan.placed is not None:
         scan.placed.add(bits, at - scan.first)
     if scan.where is None:
         return values, 0
-    return values, elem_digest(bits, scan.where, at - scan.first, parts)
+    return values, elem_digest(bits, scan.where, at - scan.first, reals)
 
 
 def _plan(starts: list[int], ends: list[int], size: int | None) -> Iterator[tuple[int, int, int, int]]:

@@ -105,8 +105,8 @@ class TensorBytes:
             return None
         bits = np.frombuffer(data, words.dtype)
         for number, column, position, rows, width in blocks(where, at, count, shape):
-            part = bits[position : position + rows * width].reshape(rows, width)
-            words[number - first : number - first + rows, column : column + width] = part
+            block = bits[position : position + rows * width].reshape(rows, width)
+            words[number - first : number - first + rows, column : column + width] = block
         return int(count)
 
 

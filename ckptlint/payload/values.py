@@ -171,7 +171,7 @@ def _negatives(words: Bits, sample: Bits) -> int:
     share = int(np.count_nonzero(sample > sign)) / len(sample)
     if share > _FEW or sample is words:
         return round(share * len(words))
-    return sum(int(np.count_nonzero(part > sign)) for part in _pieces(words)) if words.max() > sign else 0
+    return sum(int(np.count_nonzero(piece > sign)) for piece in _pieces(words)) if words.max() > sign else 0
 
 
 def _squares(words: Bits, sample: Bits, dtype: str, top: int, most: float) -> float:
@@ -180,7 +180,7 @@ def _squares(words: Bits, sample: Bits, dtype: str, top: int, most: float) -> fl
         squares = _sum_of_squares(sample, dtype, most) * (len(words) / len(sample))
         if most * most * len(words) < _PLAUSIBLE * squares:
             return squares
-    return sum(_sum_of_squares(part, dtype, most) for part in (*_pieces(words[:top]), *_pieces(words[top + 1 :])))
+    return sum(_sum_of_squares(piece, dtype, most) for piece in (*_pieces(words[:top]), *_pieces(words[top + 1 :])))
 
 
 def _sum_of_squares(words: Bits, dtype: str, most: float) -> float:

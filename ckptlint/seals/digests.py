@@ -245,13 +245,13 @@ def _attributes(value: Any) -> set[str]:
 def _joined(
     tag: str, values: Sequence[Any], leaf: _Leaf, before_each: Callable[[], object], depth: int
 ) -> bytes | None:
-    parts = []
+    pieces = []
     for value in values:
-        part = _canonical(value, leaf, before_each, depth + 1)
-        if part is None:
+        piece = _canonical(value, leaf, before_each, depth + 1)
+        if piece is None:
             return None
-        parts.append(part)
-    return _tagged(tag, b"".join(parts))
+        pieces.append(piece)
+    return _tagged(tag, b"".join(pieces))
 
 
 def _tagged(tag: str, content: bytes) -> bytes:

@@ -216,11 +216,11 @@ class Placed(NamedTuple):
                 hashes.add(words[at : at + count * width].reshape(count, width), row, column)
 
 
-def _paired(parts: Bits, salt: int) -> Words:
+def _paired(pairs: Bits, salt: int) -> Words:
     """uint64 [n], real and imaginary part as one number."""
-    made = parts[:, 1].astype(np.uint64)
+    made = pairs[:, 1].astype(np.uint64)
     for first in range(0, len(made), _FIT):
-        made[first : first + _FIT] ^= _mixed(parts[first : first + _FIT, 0], salt)
+        made[first : first + _FIT] ^= _mixed(pairs[first : first + _FIT, 0], salt)
     return made
 
 

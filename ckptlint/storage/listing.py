@@ -58,7 +58,7 @@ class Listing(Mapping[str, FolderEntry]):
     @classmethod
     def of(cls, entries: Iterable[tuple[str, FolderEntry]]) -> Listing:
         """A listing of these names, which may come in any order."""
-        parts: list[npt.NDArray[Any]] = [np.zeros(0, "S1")]
+        blocks: list[npt.NDArray[Any]] = [np.zeros(0, "S1")]
         names: list[str] = []
         size, mtime, others, strange = array("q"), array("d"), {}, {}
         for name, entry in entries:
@@ -72,9 +72,9 @@ class Listing(Mapping[str, FolderEntry]):
             size.append(entry.size)
             mtime.append(entry.mtime)
             if len(names) == _PART:
-                parts.append(np.array(names, "S"))
+                blocks.append(np.array(names, "S"))
                 names = []
-        payload = np.concatenate([*parts, np.array(names, "S")])
+        payload = np.concatenate([*blocks, np.array(names, "S")])
         order = np.argsort(payload)
         sizes, mtimes = np.frombuffer(size, np.int64)[order], np.frombuffer(mtime, np.float64)[order]
         return cls(payload[order], sizes, mtimes, dict(sorted(others.items())), dict(sorted(strange.items())))
@@ -95,11 +95,11 @@ class Listing(Mapping[str, FolderEntry]):
         """int64 [n], where each name is in `payload`; -1 for all others."""
         places = np.full(len(names), -1, np.int64)
         for start in range(0, len(names) if len(self.payload) else 0, _PART):
-            part = names[start : start + _PART]
-            text = "".join(part)
-            if not text.isascii() or "\0" in text or max(map(len, part)) > _LONGEST:  # of no plain payload file
-                part = [name if is_plain(name) else "" for name in part]
-            wanted = np.array(part, "S")
+            batch = names[start : start + _PART]
+            text = "".join(batch)
+            if not text.isascii() or "\0" in text or max(map(len, batch)) > _LONGEST:  # of no plain payload file
+                batch = [name if is_plain(name) else "" for name in batch]
+            wanted = np.array(batch, "S")
             at = np.minimum(np.searchsorted(self.payload, wanted), len(self.payload) - 1)
             places[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
         return places

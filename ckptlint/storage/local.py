@@ -117,12 +117,12 @@ class LocalFolder(Folder):
             return
         from concurrent.futures import ThreadPoolExecutor
 
-        parts = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
+        batches = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
         done = 0
         with ThreadPoolExecutor(_THREADS) as pool:
-            for part in pool.map(lambda part: list(map(self.stat, part)), parts):
-                yield from part
-                done += len(part)
+            for stats in pool.map(lambda batch: list(map(self.stat, batch)), batches):
+                yield from stats
+                done += len(stats)
                 advance("files", done, len(relatives))
 
     def open(self, name: str) -> BinaryIO:
@@ -175,8 +175,8 @@ def _entries(listing: Iterator[os.DirEntry[str]], total: int) -> Iterator[tuple[
                 from concurrent.futures import ThreadPoolExecutor
 
                 pool = pool or ThreadPoolExecutor(_THREADS)
-                parts = [items[start : start + _PART] for start in range(0, len(items), _PART)]
-                entries = chain.from_iterable(pool.map(lambda part: list(map(_entry, part)), parts))
+                batches = [items[start : start + _PART] for start in range(0, len(items), _PART)]
+                entries = chain.from_iterable(pool.map(lambda batch: list(map(_entry, batch)), batches))
             started = time.perf_counter()
             yield from filter(None, entries)
             is_slow = is_slow or time.perf_counter() - started > _SLOW * len(items)

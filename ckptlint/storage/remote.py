@@ -31,10 +31,10 @@ def remote_at(url: str) -> tuple[Folder, str]:
         raise ConfigError(f"{shown(url)} names no {what}: write {shown(f'{protocol}://{what.upper()}/{below}')}")
     filesystem(protocol)
     if protocol in WEB:
-        parts = urlsplit(url)
-        folder = WebFolder(f"{protocol}://{parts.netloc}{parts.path}".rstrip("/"), parts.query)
+        split = urlsplit(url)
+        folder = WebFolder(f"{protocol}://{split.netloc}{split.path}".rstrip("/"), split.query)
         if _FILES.fullmatch(folder.name):
-            around = WebFolder(folder.url.rpartition("/")[0], parts.query, folder.name)
+            around = WebFolder(folder.url.rpartition("/")[0], split.query, folder.name)
             if not around.has(folder.name):
                 raise NothingToCheckError(f"{shown(url)} does not exist")
             return around, folder.name

@@ -296,12 +296,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _kinds(error: BaseException) -> set[str]:
     """Names of the classes of an error: the libraries of the stores are not imported here."""
-    return {kind.__name__ for part in _chain(error) for kind in type(part).__mro__}
+    return {kind.__name__ for raised in _chain(error) for kind in type(raised).__mro__}
 
 
 def _response(error: BaseException) -> dict[str, Any]:
     """What botocore keeps of a refusal: `Error` with its code, `ResponseMetadata` with the HTTP status."""
-    answers = (getattr(part, "response", None) for part in _chain(error))
+    answers = (getattr(raised, "response", None) for raised in _chain(error))
     return next((answer for answer in answers if isinstance(answer, dict)), {})
 
 
@@ -310,10 +310,10 @@ def _status(error: BaseException) -> int | None:
     status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
     if isinstance(status, int):
         return status
-    for part in _chain(error):
-        for holder in (part, getattr(part, "response", None)):
+    for raised in _chain(error):
+        for holder in (raised, getattr(raised, "response", None)):
             # aiohttp; azure and requests; gcsfs. A broken body has a code of 400 in aiohttp, which no server sent
-            for name in ("status", "status_code", *(["code"] if type(part).__name__ == "HttpError" else [])):
+            for name in ("status", "status_code", *(["code"] if type(raised).__name__ == "HttpError" else [])):
                 value = getattr(holder, name, None)
                 if isinstance(value, int) and 400 <= value < 600:
                     return value
@@ -341,14 +341,14 @@ def reason(error: BaseException, protocol: str) -> str:
         return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
     if isinstance(error, CutShortError | RangesError | SlowError):
         return str(error)
-    if (refused := next((part for part in _chain(error) if isinstance(part, RedirectError)), None)) is not None:
+    if (refused := next((raised for raised in _chain(error) if isinstance(raised, RedirectError)), None)) is not None:
         return str(refused)
-    for part in _chain(error):
-        if isinstance(part, socket.gaierror) or type(part).__name__ == "ClientConnectorDNSError":
+    for raised in _chain(error):
+        if isinstance(raised, socket.gaierror) or type(raised).__name__ == "ClientConnectorDNSError":
             return "its host name cannot be resolved"
-        if isinstance(part, ssl.SSLError):
+        if isinstance(raised, ssl.SSLError):
             return "its certificate or encryption is not accepted"
-        if isinstance(part, OSError) and part.errno == errno.ECONNREFUSED:
+        if isinstance(raised, OSError) and raised.errno == errno.ECONNREFUSED:
             return "the server refused the connection"
     if _BROKEN_OFF & kinds:
         return "the server closed the connection early"

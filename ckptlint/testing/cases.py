@@ -77,9 +77,9 @@ def read_cases(path: Path) -> list[Case]:
     """
     cases = []
     for table in case_tables(path):
-        parts = [(part, _KEYS) for part in (table, table.get("before", {}))]
-        parts += [(tensor, _TENSOR_KEYS) for tensor in table.get("tensors", {}).values()]
-        if unknown := {key for part, known in parts for key in part.keys() - known}:
+        entries = [(entry, _KEYS) for entry in (table, table.get("before", {}))]
+        entries += [(tensor, _TENSOR_KEYS) for tensor in table.get("tensors", {}).values()]
+        if unknown := {key for entry, known in entries for key in entry.keys() - known}:
             raise ValueError(f"{path.name}, case {table.get('name')!r}: there is no key {min(unknown)!r}")
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
         others, yielding = table.pop("others", False), tuple(table.pop("yielding", ()))

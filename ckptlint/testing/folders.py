@@ -48,11 +48,11 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, int | str] = {}
     records: list[tuple[str, int, bytes]] = []
-    parts = [(f"__{rank}.metadata", part, rank) for rank, part in enumerate(table.get("ranks", ()))]
-    for name, part, rank in parts if "ranks" in table else [(table.get("metadata_name", ".metadata"), table, None)]:
-        content = _read_content(part, rank, "depth" in table)
-        if part.get("metadata", not {"safetensors", "rank_files", "torch"} & table.keys()):
-            (folder / name).write_bytes(content.pickled(part))
+    ranks = [(f"__{rank}.metadata", held, rank) for rank, held in enumerate(table.get("ranks", ()))]
+    for name, held, rank in ranks if "ranks" in table else [(table.get("metadata_name", ".metadata"), table, None)]:
+        content = _read_content(held, rank, "depth" in table)
+        if held.get("metadata", not {"safetensors", "rank_files", "torch"} & table.keys()):
+            (folder / name).write_bytes(content.pickled(held))
         files |= content.ends
         records += content.records
     for name, file in table.get("safetensors", {}).items():
@@ -214,8 +214,8 @@ def parse_chunk(text: str, shape: list[int]) -> tuple[tuple[int, ...], tuple[int
     if match := re.fullmatch(r"\((.*)\)\+\((.*)\)", text):
         return _numbers(match[1]), _numbers(match[2])
     bounds = []
-    for part, extent in zip(text.split(",") if text else [], shape, strict=True):
-        start, _, stop = part.strip().partition(":")
+    for span, extent in zip(text.split(",") if text else [], shape, strict=True):
+        start, _, stop = span.strip().partition(":")
         bounds.append((int(start or 0), int(stop or extent)))
     return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
 
@@ -286,7 +286,7 @@ class _Content:
             start, stop = self.ends.get(file, 0), self.ends.get(file, 0) + length
         else:
             file, _, span = record.partition(" ")
-            start, stop = (int(part) for part in span.split(":"))
+            start, stop = (int(number) for number in span.split(":"))
         if start >= 0:
             self.ends[file] = max(self.ends.get(file, 0), stop)
         index = {"fqn": fqn, "index": None} | ({} if offsets is None else {"offset": _size(offsets)})
@@ -365,4 +365,4 @@ def _properties(dtype: str) -> Stub:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+    return tuple(int(number) for number in text.split(",") if number.strip())

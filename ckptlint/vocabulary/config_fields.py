@@ -83,7 +83,7 @@ def read_declared(sources: Iterable[tuple[str, Any]]) -> dict[str, Declared]:
         values = attributes(node)
         layers = [values, *(attributes(values[name]) for name in _SECTIONS if name in values)]
         for canonical, names in _NAMES.items():
-            value = next((part[n] for part in layers for n in names if is_scalar(part.get(n))), None)
+            value = next((section[n] for section in layers for n in names if is_scalar(section.get(n))), None)
             if value is not None and canonical not in declared:
                 declared[canonical] = Declared(value, source)
     return declared

@@ -151,55 +151,55 @@ class Key(NamedTuple):
 @lru_cache(maxsize=1 << 17)
 def parse(fqn: str) -> Key:
     """A name taken apart; names of optimizer states are only recognised, `inventory` maps them to parameters."""
-    parts = [part for part in fqn.split(".") if part not in WRAPPING]
+    words = [word for word in fqn.split(".") if word not in WRAPPING]
     scope: list[str] = []
-    while len(parts) > 1:
-        if parts[0] == "mimo" and len(parts) > 2:
-            scope.append(f"mimo.{parts[1]}")
-            parts = parts[2:]
-        elif parts[0] in COPIES or _STAGE.fullmatch(parts[0]):
-            scope.append(parts.pop(0))
-        elif parts[0] in WRAPPERS:
-            parts = parts[1:]
+    while len(words) > 1:
+        if words[0] == "mimo" and len(words) > 2:
+            scope.append(f"mimo.{words[1]}")
+            words = words[2:]
+        elif words[0] in COPIES or _STAGE.fullmatch(words[0]):
+            scope.append(words.pop(0))
+        elif words[0] in WRAPPERS:
+            words = words[1:]
         else:
             break
-    path = ".".join(parts)
+    path = ".".join(words)
     if _RUNTIME.fullmatch(path) or path.endswith("_extra_state") or "_extra_state/" in path:
         return Key(fqn, "runtime", tuple(scope), path)
-    if _OPTIMIZER.fullmatch(parts[0]) and len(parts) > 1:
+    if _OPTIMIZER.fullmatch(words[0]) and len(words) > 1:
         return Key(fqn, "optimizer", tuple(scope), path)
-    return _model_key(fqn, tuple(scope), parts)
+    return _model_key(fqn, tuple(scope), words)
 
 
-def _model_key(fqn: str, scope: tuple[str, ...], parts: list[str]) -> Key:
+def _model_key(fqn: str, scope: tuple[str, ...], words: list[str]) -> Key:
     """What a model's key says: block, layer, expert, function and component, word by word."""
     layer = expert = None
     block = ""
     in_experts = False
-    shown = list(parts)
-    for i, part in enumerate(parts):
-        number = parts[i + 1] if i + 1 < len(parts) and _SHORT_NUMBER.fullmatch(parts[i + 1]) else None
-        if part in _LAYER_WORDS and not block and (number is not None or part == "layers"):
-            block = ".".join(parts[: i + 1])
+    shown = list(words)
+    for i, word in enumerate(words):
+        number = words[i + 1] if i + 1 < len(words) and _SHORT_NUMBER.fullmatch(words[i + 1]) else None
+        if word in _LAYER_WORDS and not block and (number is not None or word == "layers"):
+            block = ".".join(words[: i + 1])
             if number is not None:
                 layer, shown[i + 1] = int(number), "*"
-        elif part in _EXPERT_WORDS:
+        elif word in _EXPERT_WORDS:
             in_experts = True
             if number is not None and expert is None:
                 expert, shown[i + 1] = int(number), "*"
-    last = parts[-1]
+    last = words[-1]
     if in_experts and expert is None and (match := _NUMBERED_WEIGHT.fullmatch(last)):
         expert, shown[-1], last = int(match[2]), f"{match[1]}*", match[1]
-    component = last if last in _COMPONENTS and len(parts) > 1 else ""
+    component = last if last in _COMPONENTS and len(words) > 1 else ""
     if last.endswith(("_w", "_v")) and last[:-2].startswith(("weight", "bias")):
         component = last[-1]
-    path, role_, function = ".".join(parts), ".".join(shown), _function_of(parts, in_experts)
+    path, role_, function = ".".join(words), ".".join(shown), _function_of(words, in_experts)
     return Key(fqn, "model", scope, path, block, layer, expert, in_experts, component, role_, function)
 
 
-def _function_of(parts: list[str], in_experts: bool) -> KeyFunction:
+def _function_of(all_words: list[str], in_experts: bool) -> KeyFunction:
     """What a parameter does, by the last of its parts that says so."""
-    words = [part for part in parts if not part.isdecimal()]
+    words = [word for word in all_words if not word.isdecimal()]
     if not words:
         return "other"
     tail = words[-1]
@@ -245,7 +245,7 @@ def block_of(key: Key) -> Block:
 
 def modules_of(key: Key) -> tuple[str, ...]:
     """The module of a multimodal job that a key belongs to."""
-    return tuple(part for part in key.scope if part.startswith("mimo."))
+    return tuple(name for name in key.scope if name.startswith("mimo."))
 
 
 def module_path(key: Key) -> tuple[str, ...]:
@@ -255,10 +255,10 @@ def module_path(key: Key) -> tuple[str, ...]:
     >>> module_path(parse("decoder.layers.3.mlp.linear_fc1.weight_w")), module_path(parse("layers.0.experts.down_proj"))
     (('decoder', 'layers', '3', 'mlp', 'linear_fc1'), ('layers', '0', 'experts', 'down_proj'))
     """
-    parts = key.path.split(".")
-    while len(parts) > 1 and (parts[-1].startswith(("weight", "bias")) or parts[-1] == key.component):
-        del parts[-1]
-    return tuple(parts)
+    words = key.path.split(".")
+    while len(words) > 1 and (words[-1].startswith(("weight", "bias")) or words[-1] == key.component):
+        del words[-1]
+    return tuple(words)
 
 
 def layer_number(fqn: str) -> int | None:
@@ -290,6 +290,6 @@ def state_name(fqn: str) -> str:
     >>> state_name("optimizer.state.layers.0.w.exp_avg.codes")
     ''
     """
-    parts = fqn.split(".") if parse(fqn).kind == "optimizer" else [""]
-    after = parts[parts.index("state") + 1] if "state" in parts[:-1] else ""
-    return next((part for part in (parts[-1], after) if part in STATE_NAMES), "")
+    words = fqn.split(".") if parse(fqn).kind == "optimizer" else [""]
+    after = words[words.index("state") + 1] if "state" in words[:-1] else ""
+    return next((word for word in (words[-1], after) if word in STATE_NAMES), "")

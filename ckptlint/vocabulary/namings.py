@@ -94,11 +94,11 @@ def stored(key: str, naming: Naming) -> StoredRoles | None:
     parsed = parse(key)
     if parsed.kind != "model":
         return None
-    parts = [part.rstrip("*") for part in parsed.role.split(".") if part != "*"]
+    words = [word.rstrip("*") for word in parsed.role.split(".") if word != "*"]
     ends = namings()[naming.name][1]
-    for last in (len(parts), len(parts) - 1):  # a name of its own, or that of a module with a weight or bias
+    for last in (len(words), len(words) - 1):  # a name of its own, or that of a module with a weight or bias
         for first in range(last):
-            known = ends.get((*parts[first:last],))
+            known = ends.get((*words[first:last],))
             if known and not (known.roles[0] in _OUTSIDE and parsed.block):
                 return known
     return None

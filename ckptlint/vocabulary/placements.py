@@ -41,8 +41,8 @@ def runs(
             continue
         pieces, place = mesh_shape[mesh_dim], coordinate[mesh_dim]
         whole, split = (0, _length(runs_by_dim[dim])), getattr(placement, "split_factor", None) or 1
-        parts = [_take(runs_by_dim[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
-        runs_by_dim[dim] = _joined(run for part in parts for run in part)
+        kept = [_take(runs_by_dim[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
+        runs_by_dim[dim] = _joined(run for some in kept for run in some)
     return tuple(runs_by_dim)
 
 

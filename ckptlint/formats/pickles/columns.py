@@ -344,17 +344,17 @@ class PickleScan:
         for holder in self.tables:
             inline = np.flatnonzero((holder.base >= 0) & (column.kind == NESTED)) if holder is table else None
             if inline is not None:
-                source, entries, part = inline, holder.base[inline] + column.memo[inline], chunk
+                source, entries, origin = inline, holder.base[inline] + column.memo[inline], chunk
             elif isinstance(holder.rows, ChunkRows):
                 source = np.flatnonzero(holder.base >= 0)
-                entries, part = holder.base[source], holder.rows
+                entries, origin = holder.base[source], holder.rows
             else:
                 continue
             if len(source) == 0 or len(rows) == 0:
                 continue
             at = np.minimum(np.searchsorted(entries, indices), len(entries) - 1)
             hit = np.flatnonzero(entries[at] == indices)
-            _copy_chunks(chunk, rows[hit], part, source[at[hit]])
+            _copy_chunks(chunk, rows[hit], origin, source[at[hit]])
             is_filled[hit] = True
         for row, index in zip(rows[~is_filled].tolist(), indices[~is_filled].tolist(), strict=True):
             node = self.outside.get(index)
@@ -362,7 +362,7 @@ class PickleScan:
             if kind_of(type(node)) != "ChunkStorageMetadata" or not isinstance(state, dict):
                 raise IrregularError
             offsets, sizes = (_as_size(state.get(name)) for name in ("offsets", "sizes"))
-            single = ChunkRows(*(np.array([value]) for part in (offsets, sizes) for value in (len(part), part)))
+            single = ChunkRows(*(np.array([value]) for values in (offsets, sizes) for value in (len(values), values)))
             _copy_chunks(chunk, np.array([row]), single, np.array([0]))
 
     def _properties(
@@ -780,7 +780,7 @@ class _Scanner:
                 row, is_object = divmod(index - self.first_entries[at - 1], 2)
                 if is_object:
                     raise IrregularError
-                start, length = (int(part[row]) for part in self.entry_keys[first])
+                start, length = (int(column[row]) for column in self.entry_keys[first])
                 return self.view.body[start - 2 : start + length]
             entries = table.entries[first : first + count]
             entry = index - self.first_entries[at - 1] + int(entries[0])

@@ -173,7 +173,7 @@ def _is_attributes(value: Any) -> bool:
     """A dict by text, or that and one for slots, which `setattr` sets: no name there may be one of Python's own."""
     if type(value) is dict:
         return all(type(name) is str for name in value)
-    if type(value) is not tuple or len(value) != 2 or not all(part is None or type(part) is dict for part in value):
+    if type(value) is not tuple or len(value) != 2 or not all(item is None or type(item) is dict for item in value):
         return False
     slots = value[1] or {}
     return all(map(_is_attributes, filter(None, value))) and not any(name.startswith("__") for name in slots)
@@ -203,8 +203,8 @@ def _matches(pattern: str) -> Fits:
 
 def _is_apart(value: Any) -> bool:
     """Attributes none of which is one of those that a tensor has by itself, so that setting them changes no value."""
-    parts = value if type(value) is tuple else (value,)
-    return _is_attributes(value) and not any(name in call_table().tensor for part in parts if part for name in part)
+    dicts = value if type(value) is tuple else (value,)
+    return _is_attributes(value) and not any(name in call_table().tensor for item in dicts if item for name in item)
 
 
 _PRIMITIVE: dict[str, Fits] = {
@@ -246,14 +246,14 @@ def _arguments(text: str, words: Mapping[str, Fits]) -> Fits:
     return _sequence(made.elts if isinstance(made, ast.Tuple) else [made], words)
 
 
-def _sequence(parts: list[ast.expr], words: Mapping[str, Fits]) -> Fits:
+def _sequence(nodes: list[ast.expr], words: Mapping[str, Fits]) -> Fits:
     """Whether values fit a list of shapes: needed ones, then optional ones, then one that repeats."""
-    kinds = [1 if isinstance(part, ast.List) else 2 if isinstance(part, ast.Starred) else 0 for part in parts]
+    kinds = [1 if isinstance(node, ast.List) else 2 if isinstance(node, ast.Starred) else 0 for node in nodes]
     if kinds != sorted(kinds) or kinds.count(2) > 1:
         raise ValueError("what may be left out, and then what may repeat, must stand at the end")
-    least, most = kinds.count(0), len(parts) - kinds.count(2)
-    shapes = [_shape(part.elts[0] if isinstance(part, ast.List) else part, words) for part in parts[:most]]
-    rest = _shape(part.value, words) if parts and isinstance(part := parts[-1], ast.Starred) else never
+    least, most = kinds.count(0), len(nodes) - kinds.count(2)
+    shapes = [_shape(node.elts[0] if isinstance(node, ast.List) else node, words) for node in nodes[:most]]
+    rest = _shape(node.value, words) if nodes and isinstance(node := nodes[-1], ast.Starred) else never
 
     def fits(values: Any) -> bool:
         if not least <= len(values) <= most:
@@ -313,7 +313,7 @@ def standing(module: str, name: str) -> Standing:
 
 def is_importable(module: str, name: str) -> bool:
     """Whether module and name are made of identifiers, and the name is one."""
-    return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    return name.isidentifier() and all(word.isidentifier() for word in module.split("."))
 
 
 def is_class(name: str) -> bool:

@@ -177,9 +177,9 @@ class Buffer:
         """The bytes of some blocks, at most `size` of them."""
         self.body, self.end, self.cuts = _zeros(size + PADDING), 0, list[int]()
         for block in blocks:
-            part = block[: size - self.end]
-            self.body[self.end : self.end + len(part)] = part
-            self.end += len(part)
+            piece = block[: size - self.end]
+            self.body[self.end : self.end + len(piece)] = piece
+            self.end += len(piece)
 
     def take_out_frames(self) -> None:
         """Leave out the opcodes of the frames, which must follow one another from behind the protocol to the end.
@@ -432,7 +432,7 @@ def read_table(view: PickleView, form: RowForm, at: int) -> Table:
     refers[1:] = (referred >= 0).any(axis=1)
     np.cumsum(refers, out=refers)
     described = firsts, behind - firsts, end[behind - 1], refers[behind] > refers[firsts]
-    row_runs = dict(zip(start[firsts].tolist(), zip(*(part.tolist() for part in described), strict=True), strict=True))
+    row_runs = dict(zip(start[firsts].tolist(), zip(*(item.tolist() for item in described), strict=True), strict=True))
     np.cumsum(entries, out=entries)
     base = np.full(count, -1, np.int32)
     return Table(form.names, form.attributes, columns, entries, base, referred, row_runs, alone)
@@ -548,8 +548,8 @@ def _part(rows: Any, hit: Any) -> tuple[Any, ...]:
     """Those of the rows where it is so, in a tuple; an empty one without any."""
     if hit.all():
         return (rows,)
-    part = np.flatnonzero(hit) if isinstance(rows, slice) else rows[hit]
-    return (part,) if len(part) else ()
+    kept = np.flatnonzero(hit) if isinstance(rows, slice) else rows[hit]
+    return (kept,) if len(kept) else ()
 
 
 def _opcodes(constant: bytes) -> list[int]:
@@ -565,9 +565,9 @@ def _stands(view: PickleView, at: IntArray, constant: bytes) -> Any:
     """bool [n], whether the constant bytes stand at each position."""
     stands = np.ones(len(at), bool)
     for offset in range(0, len(constant), 8):
-        part = constant[offset : offset + 8]
-        mask = np.uint64((1 << 8 * len(part)) - 1)
-        stands &= (view.word[at + offset] & mask) == np.uint64(int.from_bytes(part, "little"))
+        word = constant[offset : offset + 8]
+        mask = np.uint64((1 << 8 * len(word)) - 1)
+        stands &= (view.word[at + offset] & mask) == np.uint64(int.from_bytes(word, "little"))
     return stands
 
 
@@ -609,7 +609,7 @@ def _read_values(view: PickleView, at: IntArray, size_index: int, opcode_at: Cal
         number[rows], end[rows] = _references(view, at[rows], op[rows])
         kind = np.where((kind == GET) & (number == size_index), np.uint8(SIZE), kind)
         if len(rows := np.flatnonzero(kind == SIZE)):
-            size = _Sizes(view, end[rows], lambda part: opcode_at(_placed(at, rows, part)))
+            size = _Sizes(view, end[rows], lambda places: opcode_at(_placed(at, rows, places)))
             number[rows], end[rows], valid[rows] = size.rank, size.end, size.valid
             made[rows], memo[rows] = size.made, size.made - 1
             coordinates = np.zeros((count, size.coordinates.shape[1]), np.int64)
@@ -621,9 +621,9 @@ def _where(kind: Any, wanted: int, present: Any) -> Any:
     return slice(None) if present[wanted] == len(kind) else np.flatnonzero(kind == wanted)
 
 
-def _placed(at: IntArray, rows: IntArray, part: IntArray) -> IntArray:
+def _placed(at: IntArray, rows: IntArray, places: IntArray) -> IntArray:
     whole = at.copy()
-    whole[rows] = part
+    whole[rows] = places
     return whole
 
 
@@ -749,11 +749,11 @@ def distinct_texts(view: PickleView, start: Any, length: Any) -> tuple[Any, Any,
     blocks = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(start), ROWS_AT_ONCE)]
     mixed = length.astype(np.uint64)
     for rows in blocks:
-        part = mixed[rows]
+        mix = mixed[rows]
         for number in words:
-            part ^= _word(view, start[rows], length[rows], number)
-            part *= _FACTOR
-            part ^= part >> np.uint64(29)
+            mix ^= _word(view, start[rows], length[rows], number)
+            mix *= _FACTOR
+            mix ^= mix >> np.uint64(29)
     order = np.argsort(mixed)
     mixed = mixed[order]
     is_new = np.ones(len(mixed), bool)

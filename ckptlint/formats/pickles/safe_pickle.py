@@ -284,12 +284,12 @@ def _read_bytes(raw: bytes, depth: int) -> Unpickled:
     if is_tar(raw):  # what torch looks for first
         raise UnreadableError("is a tar archive, a form of torch < 0.2", 0)
     pickles, end, error = read_row(raw, depth)
-    refused = tuple(item for part in pickles for item in part.refused)
+    refused = tuple(item for loaded in pickles for item in loaded.refused)
     if error is None and (rest := len(raw) - end) and not is_magic(pickles[0].root):
         error = UnreadableError(f"has {rest:,} bytes after the end of its pickle", end)
     if error is not None and not refused:
         raise error
-    return Unpickled(None, refused, tuple(name for part in pickles for name in part.unknown))
+    return Unpickled(None, refused, tuple(name for loaded in pickles for name in loaded.unknown))
 
 
 def read_row(data: bytes, depth: int = 0) -> tuple[list[Unpickled], int, UnreadableError | None]:
@@ -352,8 +352,8 @@ def _bytes_of(root: Any) -> Iterator[bytes]:
             if isinstance(value, Opaque):
                 stack += [value.args, value.state, value.items]
             else:
-                parts = chain.from_iterable(value.items()) if isinstance(value, dict) else value
-                stack += [part for part in parts if type(part) not in SCALARS]
+                items = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+                stack += [item for item in items if type(item) not in SCALARS]
 
 
 def _is_whole(raw: bytes) -> bool:
@@ -393,10 +393,10 @@ def _placed(root: Any) -> tuple[int, int]:
     count = single = 0
     state = _state(root, "Metadata")
     described, stored = state.get("state_dict_metadata"), state.get("storage_data")
-    for part, kind in ((described, EntryRows), (stored, RecordRows)):
-        if isinstance(part, dict):
-            ends = [part.pop(key) for key in [key for key in part if type(key) is End]]
-            runs = sum(isinstance(_rows(key), kind) and behind is END for key, behind in part.items())
+    for entries, kind in ((described, EntryRows), (stored, RecordRows)):
+        if isinstance(entries, dict):
+            ends = [entries.pop(key) for key in [key for key in entries if type(key) is End]]
+            runs = sum(isinstance(_rows(key), kind) and behind is END for key, behind in entries.items())
             count += runs if ends == [END] * runs else 0
     for tensor in described.values() if isinstance(described, dict) else ():
         chunks = _state(tensor, "TensorStorageMetadata").get("chunks")

@@ -223,10 +223,10 @@ def _layout(_: Any, name: Any) -> str:
     return NoText(name.removeprefix("torch."))
 
 
-def _path(_: Any, *parts: Any) -> str:
-    if not all(isinstance(part, str) for part in parts):
+def _path(_: Any, *words: Any) -> str:
+    if not all(isinstance(word, str) for word in words):
         raise pickle.UnpicklingError("a path has parts that are not text")
-    return NoText("/".join(parts).replace("//", "/"))
+    return NoText("/".join(words).replace("//", "/"))
 
 
 _TEXTS: dict[Pair, Callable[..., str]] = {
@@ -445,8 +445,8 @@ def _rebuilt(attributed: type[Opaque], cls: Any, *args: Any) -> Opaque:
     """A tensor with attributes; with one that can be called, no call takes it."""
     if cls.sort != "rebuild" and not args[0].call(args[2]):
         args[0].tell(args[0].fault)
-    parts = args[3] if type(args[3]) is tuple else (args[3],)
-    values = [value for part in parts if type(part) is dict for value in part.values()]
+    states = args[3] if type(args[3]) is tuple else (args[3],)
+    values = [value for state in states if type(state) is dict for value in state.values()]
     acts = any(isinstance(value, Named) or is_armed(value) for value in values)
     return _made(attributed if acts else cls, args)
 
@@ -466,15 +466,15 @@ def _is_numpy_dtype(args: tuple[Any, ...], state: Any) -> bool:
     kind = args[0][0] if isinstance(args[0], str) else "V"
     if kind not in "SUV":
         return bool((base, fields, size, alignment, flags) == (None, None, -1, -1, _OBJECT if kind == "O" else 0))
-    parts = [(base[0], 0, prod(base[1]) if isinstance(base[1], tuple) else base[1])] if base else []
+    inner = [(base[0], 0, prod(base[1]) if isinstance(base[1], tuple) else base[1])] if base else []
     for field in (fields or {}).values():
         if not (type(field) is tuple and len(field) in (2, 3) and type(field[1]) is int and field[1] >= 0):
             return False
-        parts.append((field[0], field[1], 1))
-    if any(getattr(type(part), "gives", "") != "numpy_dtype" or count < 0 for part, _, count in parts):
+        inner.append((field[0], field[1], 1))
+    if any(getattr(type(dtype), "gives", "") != "numpy_dtype" or count < 0 for dtype, _, count in inner):
         return False
-    is_long = size >= max((at + numpy_bytes(part) * count for part, at, count in parts), default=0)
-    has_objects = any(part.args[0] == "O8" or (part.state and part.state[7] & HAS_OBJECTS) for part, _, _ in parts)
+    is_long = size >= max((at + numpy_bytes(dtype) * count for dtype, at, count in inner), default=0)
+    has_objects = any(dtype.args[0] == "O8" or (dtype.state and dtype.state[7] & HAS_OBJECTS) for dtype, _, _ in inner)
     is_own = not isinstance(args[0], str) or size == int(args[0][1:]) * (4 if kind == "U" else 1)
     return bool(is_own and is_long and flags & _REFERENCES == (HAS_OBJECTS if has_objects else 0))
 
@@ -509,10 +509,10 @@ def is_data_of(package: str, value: Any) -> bool:
                 is_other = is_strange and item.module.partition(".")[0] != package
                 if is_other or item.sort == "stranger" or (item.module, item.name) == ("functools", "partial"):
                     return False
-                stack += [(part, not is_strange) for part in (item.args, item.state, item.items)]
+                stack += [(inner, not is_strange) for inner in (item.args, item.state, item.items)]
             else:
-                parts = [*item.keys(), *item.values()] if isinstance(item, dict) else item
-                stack += [(part, is_inside) for part in parts]
+                held = [*item.keys(), *item.values()] if isinstance(item, dict) else item
+                stack += [(inner, is_inside) for inner in held]
     return True
 
 
@@ -531,11 +531,11 @@ def is_armed(value: Any) -> bool:
         if isinstance(item, Opaque):
             is_partial = (item.module, item.name) == ("functools", "partial")
             state = item.state if type(item.state) is tuple else ()
-            if is_partial and any(getattr(part, "sort", "") != "function" for part in item.args + state[:1]):
+            if is_partial and any(getattr(arg, "sort", "") != "function" for arg in item.args + state[:1]):
                 return True
             stack += [item.args, item.state, item.items]
         else:
-            parts = [*item.keys(), *item.values()] if isinstance(item, dict) else item
-            if not SCALARS.issuperset(map(type, parts)):  # each tensor holds its mesh, and that all ranks of the job
-                stack += parts
+            held = [*item.keys(), *item.values()] if isinstance(item, dict) else item
+            if not SCALARS.issuperset(map(type, held)):  # each tensor holds its mesh, and that all ranks of the job
+                stack += held
     return False

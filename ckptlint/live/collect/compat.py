@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 _STRIDED = _VERSION >= (2, 13)
 """Whether a _StridedShard cuts as `vocabulary.placements.runs` does; before torch 2.13 it was an order of mesh dims."""

@@ -96,7 +96,7 @@ class RankChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Share:
     """What the placements of a DTensor give to this rank; shared by all tensors that are cut alike."""
 
     shape: Shape
@@ -109,7 +109,7 @@ class _Part:
     order: tuple[int, ...] | None
 
 
-_Parts = dict[object, tuple[Any, "_Part | None"]]
+_Shares = dict[object, tuple[Any, "_Share | None"]]
 """By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
 
 
@@ -127,7 +127,7 @@ def extract(
     limit = limit or Limit()
     rank_chunks: list[RankChunk] = []
     paths: dict[str, tuple[Any, ...]] = {}
-    parts: _Parts = {}
+    met: _Shares = {}
     leaves: list[_Leaf] = []
     with torch.no_grad():
         _walk((), resolved(state_dict, limit) if resolve_stateful else state_dict.items(), leaves, limit)
@@ -135,7 +135,7 @@ def extract(
             if not number % 64:
                 limit.look()
             fqn = ".".join(map(str, path))
-            items = _read(fqn, value, parts)
+            items = _read(fqn, value, met)
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries have the same key: {_path(first)} and {_path(path)}")
                 items = [item._replace(problems=(*item.problems, clash)) for item in items]
@@ -185,14 +185,14 @@ def _leaves(path: tuple[Any, ...], value: Any, leaves: list[_Leaf], limit: Limit
         leaves.append((path, value))
 
 
-def _is_walked(part: Any, limit: Limit) -> bool:
+def _is_walked(item: Any, limit: Limit) -> bool:
     """Whether a list is walked because it holds this."""
-    if type(part) in _LEAVES:
+    if type(item) in _LEAVES:
         return False
-    if isinstance(part, list):
+    if isinstance(item, list):
         limit.look()
-        return any(_is_walked(value, limit) for value in part)
-    return isinstance(part, (torch.Tensor, Mapping)) or _has(part, _OBJECT) or _has(part, _FACTORY)
+        return any(_is_walked(value, limit) for value in item)
+    return isinstance(item, (torch.Tensor, Mapping)) or _has(item, _OBJECT) or _has(item, _FACTORY)
 
 
 def _has(value: Any, names: Sequence[str]) -> bool:
@@ -218,10 +218,10 @@ def _path(path: tuple[Any, ...]) -> str:
 # ---------------------------------------------------------------- kinds
 
 
-def _read(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
+def _read(fqn: str, value: Any, met: _Shares) -> list[RankChunk]:
     """The chunks of a value; one that cannot be read as what it is, or has too many axes, is an object."""
     try:
-        items = [_with_freed(item) for item in _as_it_is(fqn, value, parts)]
+        items = [_with_freed(item) for item in _as_it_is(fqn, value, met)]
         if all(len(item.shape) <= AXIS_LIMIT and set(map(type, item.shape)) <= {int} for item in items):
             return items
     except MemoryError:
@@ -231,8 +231,8 @@ def _read(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     return [_plain_object(fqn, value)]
 
 
-def _as_it_is(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
-    """The chunks of a value, which is read as its attributes tell; `parts` are of DTensors that were met before."""
+def _as_it_is(fqn: str, value: Any, met: _Shares) -> list[RankChunk]:
+    """The chunks of a value, which is read as its attributes tell; `met` are of DTensors that were met before."""
     if type(value) in _LEAVES:
         return [_plain_object(fqn, value)]
     if not isinstance(value, torch.Tensor):
@@ -242,7 +242,7 @@ def _as_it_is(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
             return [_mcore_object(value)]
         return _chunk_list(fqn, value) if _has(value, _CHECKPOINTABLE) else [_plain_object(fqn, value)]
     if hasattr(value, "_local_tensor") and hasattr(value, "_spec"):
-        return _dtensor(fqn, value, parts)
+        return _dtensor(fqn, value, met)
     if hasattr(value, "_sh_ten"):
         return [_mcore_tensor(fqn, value._sh_ten)]
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
@@ -318,7 +318,7 @@ def _replica(replica_id: Any) -> int:
         return replica_id
     if not any(replica_id):
         return 0
-    packed: int = sum(part << _REPLICA_BITS * place for place, part in enumerate(replica_id))
+    packed: int = sum(number << _REPLICA_BITS * place for place, number in enumerate(replica_id))
     return 1 + packed % (1 << 62)
 
 
@@ -386,7 +386,7 @@ def _several(item: RankChunk, boxes: list[_Box]) -> list[RankChunk]:
 # ---------------------------------------------------------------- DTensor
 
 
-def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
+def _dtensor(fqn: str, value: Any, met: _Shares) -> list[RankChunk]:
     """The chunks of a DTensor on this rank, as DCP would write them.
 
     Source: torch 2.13 torch.distributed.tensor.DTensor.__create_write_items__ and __create_chunk_list__: what the local
@@ -396,26 +396,26 @@ def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     shape = spec.tensor_meta.shape
     key = (id(spec.mesh), spec.placements, shape, getattr(spec, "shard_order", None))
     try:
-        _, part = parts[key]
+        _, share = met[key]
     except KeyError:
-        part = _part(value, spec, tuple(shape))
-        parts[key] = spec.mesh, part
-    if part is None:
+        share = _share(value, spec, tuple(shape))
+        met[key] = spec.mesh, share
+    if share is None:
         return []
     if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
-        return _overridden(fqn, value, part)
-    problems = part.problems
-    if part.order is not None:
-        said = f"mesh axes split it in the order {part.order}, a save assumes left to right"
+        return _overridden(fqn, value, share)
+    problems = share.problems
+    if share.order is not None:
+        said = f"mesh axes split it in the order {share.order}, a save assumes left to right"
         problems += (_problem("LIV103", f"the chunk list{{of}} is missing: {said}"),)
-    if local.shape != part.sizes:
-        said = f"is {shape_text(local.shape)}, but {part.declared} gives {shape_text(part.sizes)}"
+    if local.shape != share.sizes:
+        said = f"is {shape_text(local.shape)}, but {share.declared} gives {shape_text(share.sizes)}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
-    where = part.shape, part.offsets, part.sizes, part.replica, part.copies
+    where = share.shape, share.offsets, share.sizes, share.replica, share.copies
     return [RankChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
 
 
-def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
+def _share(value: Any, spec: Any, shape: Shape) -> _Share | None:
     """What the placements give to this rank; None for a rank outside of the mesh."""
     mesh, placements = spec.mesh, spec.placements
     coordinate = mesh.get_coordinate()
@@ -443,33 +443,33 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
             order = None if bounding_box(ordered_runs, shape) == (offsets, sizes) else order
     else:
         ((offsets, sizes),) = _chunks(value)
-    return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)
+    return _Share(shape, offsets, sizes, replica, copies, declared, problems, order)
 
 
-def _overridden(fqn: str, value: Any, part: _Part) -> list[RankChunk]:
+def _overridden(fqn: str, value: Any, share: _Share) -> list[RankChunk]:
     """The chunks of a DTensor whose local tensor states its own place (Megatron-FSDP, LocalShardsWrapper)."""
     local = value._local_tensor
-    placed = [(part.offsets, part.sizes)]
+    placed = [(share.offsets, share.sizes)]
     read = _chunks(local) if hasattr(local, "__create_chunk_list__") else placed
     written = placed
     if hasattr(local, "__create_write_items__"):
         chunks = [item.tensor_data.chunk for item in local.__create_write_items__(fqn, value)]
         written = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-    problems = tuple(problem for problem in part.problems if problem.code == "LIV106")
+    problems = tuple(problem for problem in share.problems if problem.code == "LIV106")
     if _live(read) != _live(written):
         said = f"a save writes {_boxes(written)}, a load reads {_boxes(read)}"
         problems += (_problem("LIV103", f"the chunk lists{{of}} contradict each other: {said}"),)
     boxes = written or _live(read)
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
-        problems += _against_placements(value, boxes[0], part)
-    owners = part.replica, part.copies
-    item = RankChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), *owners, local, b"", problems)
+        problems += _against_placements(value, boxes[0], share)
+    owners = share.replica, share.copies
+    item = RankChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), share.shape, (), (), *owners, local, b"", problems)
     return _several(item, boxes)
 
 
-def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Flaw, ...]:
+def _against_placements(value: Any, box: _Box, share: _Share) -> tuple[Flaw, ...]:
     """What the local tensor and the placements say against the chunk that is declared instead."""
-    local, shape, (_, sizes) = value._local_tensor, part.shape, box
+    local, shape, (_, sizes) = value._local_tensor, share.shape, box
     if len(shape) != len(sizes):
         return ()
     if tuple(local.shape) != sizes:
@@ -479,7 +479,7 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Flaw, ...]:
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     if all(sizes) and not sharded.issuperset(cut):
         dim = min(set(cut) - sharded)
-        said = f"splits dim {dim} ({sizes[dim]} of {shape[dim]}), but no placement shards it: {part.declared}"
+        said = f"splits dim {dim} ({sizes[dim]} of {shape[dim]}), but no placement shards it: {share.declared}"
         return (_problem("LIV104", f"the chunk list{{of}} {said}", voids=False),)
     return ()
 

@@ -158,24 +158,24 @@ def _collect(items: Sequence[Any], single: Any, many: Any) -> IntArray:
             elif data.numel():
                 batches.setdefault((data.device, data.dtype), []).append(number)
         for (device, _), numbers in batches.items():
-            for part in _cut(numbers, [items[number].data.numel() for number in numbers], _BLOCK[device.type]):
-                results.setdefault(device, []).append((part, many([items[number] for number in part])))
-        for parts in results.values():
-            values = torch.cat([value for _, value in parts]).cpu().numpy()
-            sums[[number for numbers, _ in parts for number in numbers]] = values
+            for batch in _cut(numbers, [items[number].data.numel() for number in numbers], _BLOCK[device.type]):
+                results.setdefault(device, []).append((batch, many([items[number] for number in batch])))
+        for pairs in results.values():
+            values = torch.cat([value for _, value in pairs]).cpu().numpy()
+            sums[[number for numbers, _ in pairs for number in numbers]] = values
     return sums
 
 
 def _cut(numbers: list[int], counts: list[int], limit: int) -> Iterator[list[int]]:
     """The numbers in parts of a bounded count."""
-    part, total = list[int](), 0
+    batch, total = list[int](), 0
     for number, count in zip(numbers, counts, strict=True):
-        if part and total + count > limit:
-            yield part
-            part, total = [], 0
-        part.append(number)
+        if batch and total + count > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(number)
         total += count
-    yield part
+    yield batch
 
 
 def _readable(tensor: AnyTensor) -> AnyTensor | None:
@@ -263,8 +263,8 @@ def _words_of(bits: AnyTensor) -> AnyTensor:
 
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     block = _BLOCK[bits.device.type]
-    for number, part in enumerate(_row_major(bits, block * 8 // bits.element_size())):
-        words = _as_words(part.view(torch.uint8))
+    for number, piece in enumerate(_row_major(bits, block * 8 // bits.element_size())):
+        words = _as_words(piece.view(torch.uint8))
         keys = torch.arange(len(words), device=bits.device)
         keys.mul_(_signed(GOLD)).add_(_signed(number * block * GOLD))
         total += _fin(keys.bitwise_xor_(words)).sum()
@@ -316,8 +316,8 @@ def _pieces(tensor: AnyTensor, count: int) -> Iterator[AnyTensor]:
         yield tensor
         return
     rows = count * len(tensor) // tensor.numel()
-    for part in tensor.split(max(rows, 1)):
-        yield from [part] if rows else _pieces(part[0], count)
+    for piece in tensor.split(max(rows, 1)):
+        yield from [piece] if rows else _pieces(piece[0], count)
 
 
 def _as_words(data: AnyTensor) -> AnyTensor:
@@ -380,13 +380,13 @@ def _elements_of(run: _Run) -> AnyTensor:
     device, shape = run.data.device, run.data.shape
     total = torch.zeros((), dtype=torch.int64, device=device)
     for starts, sizes in _boxes(shape, _BLOCK[device.type]):
-        part = run.data[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+        piece = run.data[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
         first = run.start + 1 + sum(a * stride for a, stride in zip(starts, run.strides, strict=True))
         keys = torch.full((1,) * len(sizes), _signed(first * GOLD), dtype=torch.int64, device=device)
         for axis, (size, stride) in enumerate(zip(sizes, run.strides, strict=True)):
             ramp = torch.arange(size, device=device).mul_(_signed(stride * GOLD))
             keys = keys + ramp.reshape([-1 if axis == dim else 1 for dim in range(len(sizes))])
-        total += _fin(_fin(keys).bitwise_xor_(_unsigned(part))).sum()
+        total += _fin(_fin(keys).bitwise_xor_(_unsigned(piece))).sum()
     return total
 
 

@@ -28,17 +28,17 @@ def first_difference(group: RankGroup, holders: tuple[int, int], mine: Any, box:
         mine: what this rank holds, a torch.Tensor or the value of an object; read on the holders alone.
         box: the chunk, None for an object.
     """
-    part = mine if group.rank in holders else None
+    held = mine if group.rank in holders else None
     at = ""
     if box is not None:
-        part = _shaped(part, box.sizes)
-        place = _narrowed(group, holders, part, box.sizes)
+        held = _shaped(held, box.sizes)
+        place = _narrowed(group, holders, held, box.sizes)
         if place is None:
             return ""
         index = [start + i for start, i in zip(box.offsets, place, strict=True)]
         at = f"first difference at {shape_text(index)}" if index else ""  # of a scalar there is one value
-        part = None if part is None else part[tuple(place)]
-    words = _value(part)
+        held = None if held is None else held[tuple(place)]
+    words = _value(held)
     first, second = (text_in(group.broadcast(words, rank)) for rank in holders)
     values = f"{first} against {second}" if first and second else ""
     return ": ".join(filter(None, [at, values]))
@@ -56,10 +56,10 @@ def _shaped(data: Any, sizes: Sequence[int]) -> Any:
     return data.reshape(tuple(sizes)) if data.numel() == int(np.prod(sizes, dtype=object)) else None
 
 
-def _narrowed(group: RankGroup, holders: tuple[int, int], part: Any, sizes: Sequence[int]) -> list[int] | None:
+def _narrowed(group: RankGroup, holders: tuple[int, int], held: Any, sizes: Sequence[int]) -> list[int] | None:
     """The place in the chunk of the first element that differs; None when a holder could not look."""
     place: list[int] = []
-    left = part
+    left = held
     for axis, size in enumerate(sizes):
         start, count = 0, size
         while count > 1:
@@ -76,30 +76,30 @@ def _narrowed(group: RankGroup, holders: tuple[int, int], part: Any, sizes: Sequ
     return place
 
 
-def _digests(part: Any, axis: int, starts: range, stop: int) -> IntArray:
+def _digests(held: Any, axis: int, starts: range, stop: int) -> IntArray:
     """int64 [1 + n], whether there are digests, and those of the parts of an axis."""
     from ckptlint.live.collect.tensor_digest import word_digests
 
     words = np.zeros(1 + len(starts), np.int64)
-    if part is not None:
+    if held is not None:
         with suppress(Exception):  # out of memory, say: the other ranks wait for this one
-            digests, known = word_digests([part.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
+            digests, known = word_digests([held.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
             words[0], words[1:] = known.all(), digests
     return words
 
 
-def _value(part: Any) -> IntArray:
+def _value(held: Any) -> IntArray:
     """int64 [16], an element or a plain value as text; zeros where it takes more than 128 bytes, or has no text."""
     import torch
 
     text = ""
     with suppress(Exception):  # no values, or too many digits: the other ranks wait for this one
-        if isinstance(part, torch.Tensor):
-            value = part.cpu()
+        if isinstance(held, torch.Tensor):
+            value = held.cpu()
             # numpy prints a float as shortly as its dtype allows; it does not know the small ones
             text = str(value.numpy()[()] if value.dtype in (torch.float16, torch.float32) else value.item())
-        elif type(part) in _PLAIN:
-            text = repr(part)
+        elif type(held) in _PLAIN:
+            text = repr(held)
     data, size = text.encode("utf-8", "backslashreplace"), 8 * _TEXT_WORDS
     return np.frombuffer(data.ljust(size, b"\0") if len(data) <= size else bytes(size), np.int64)
 

@@ -173,15 +173,15 @@ def tiling(rows: Records, marks: Marks) -> Words:
     """
     words = np.zeros((3, BUCKETS), np.uint64)
     bucket = rows.bucket
-    part, whole = np.ones((2, len(rows)), np.uint64)
+    box, whole = np.ones((2, len(rows)), np.uint64)
     for axis in range(rows.offsets.shape[1]):
         base = mix(marks.seed + np.uint64(axis + 1))
         has_axis = rows.ndim > axis
         low, size = rows.offsets[:, axis], rows.sizes[:, axis]
-        part = np.where(has_axis, part * (_at(base, low + size) - _at(base, low)), part)
+        box = np.where(has_axis, box * (_at(base, low + size) - _at(base, low)), box)
         whole = np.where(has_axis, whole * (_at(base, rows.global_shape[:, axis]) - _at(base, 0 * low)), whole)
     written = rows.is_live & (rows.replica <= 0)
-    measure = (part - np.where(rows.is_origin, whole, np.uint64(0))) * (marks.seed | np.uint64(1))
+    measure = (box - np.where(rows.is_origin, whole, np.uint64(0))) * (marks.seed | np.uint64(1))
     np.add.at(words[0], bucket[written], measure[written])
     np.add.at(words[1], bucket[rows.flawed], np.uint64(1))
     known = rows.is_live & (rows.copies > 1)
@@ -242,12 +242,12 @@ def numbers(fqns: Iterable[str], salt: int) -> Words:
     return _short(np.array([hashed(fqn) for fqn in fqns], np.uint64), salt, 0)
 
 
-def sample(part: Entries, shift: int, turn: int) -> Entries:
+def sample(mine: Entries, shift: int, turn: int) -> Entries:
     """One entry in 2^shift, others in another turn."""
     if shift == 0:
-        return part
-    chosen = (part.key >> np.uint64(1)) % np.uint64(2**shift) == np.uint64(turn % 2**shift)
-    return Entries(part.key[chosen], part.value[chosen], part.mains[chosen], part.wants_owner[chosen], part.row[chosen])
+        return mine
+    chosen = (mine.key >> np.uint64(1)) % np.uint64(2**shift) == np.uint64(turn % 2**shift)
+    return Entries(mine.key[chosen], mine.value[chosen], mine.mains[chosen], mine.wants_owner[chosen], mine.row[chosen])
 
 
 def _places(key: Words, cells: int) -> IntArray:
@@ -258,12 +258,12 @@ def _places(key: Words, cells: int) -> IntArray:
     return spread + np.arange(3)[:, None] * third
 
 
-def table(parts: Sequence[Entries], cells: int) -> Words:
+def table(groups: Sequence[Entries], cells: int) -> Words:
     """uint64 [cells, 5]: per cell the number of entries and the sums of key, check, value and owners."""
     out = np.zeros((cells, CELL_WORDS), np.uint64)
-    for part in parts:
-        columns = np.stack([np.ones_like(part.key), part.key, mix(part.key), part.value, part.mains], axis=1)
-        for places in _places(part.key, cells):
+    for mine in groups:
+        columns = np.stack([np.ones_like(mine.key), mine.key, mix(mine.key), mine.value, mine.mains], axis=1)
+        for places in _places(mine.key, cells):
             np.add.at(out, places, columns)
     return out
 
@@ -329,11 +329,11 @@ def torn(rows: Records, marks: Marks) -> BoolArray:
     return np.asarray(marks.meta[first][place.reshape(-1)] != marks.meta)
 
 
-def disagreeing(part: Entries, peeled: Peeled) -> BoolArray:
+def disagreeing(mine: Entries, peeled: Peeled) -> BoolArray:
     """bool [k], whether an entry of this rank is at odds with other holders; False where that is not known."""
     if len(peeled.key) == 0:
-        return np.zeros(len(part.key), bool)
-    place = np.minimum(np.searchsorted(peeled.key, part.key), len(peeled.key) - 1)
-    bad = peeled.value[place] != peeled.count[place] * part.value
-    bad |= part.wants_owner & (peeled.mains[place] != 1)
-    return np.asarray((peeled.key[place] == part.key) & bad)
+        return np.zeros(len(mine.key), bool)
+    place = np.minimum(np.searchsorted(peeled.key, mine.key), len(peeled.key) - 1)
+    bad = peeled.value[place] != peeled.count[place] * mine.value
+    bad |= mine.wants_owner & (peeled.mains[place] != 1)
+    return np.asarray((peeled.key[place] == mine.key) & bad)

@@ -119,8 +119,8 @@ class TorchGroup:
 
         tensor = self._sent(words, "gather")
         whole = torch.empty((self.world, len(words)), dtype=torch.int64, device=self._device)
-        parts = list(whole.unbind())
-        return self._finish(lambda: dist.all_gather(parts, tensor, self._group, async_op=True), "gather", whole)
+        rows = list(whole.unbind())
+        return self._finish(lambda: dist.all_gather(rows, tensor, self._group, async_op=True), "gather", whole)
 
     def broadcast(self, words: IntArray, source: int) -> IntArray:
         import torch.distributed as dist

@@ -138,25 +138,25 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     suspicious = np.zeros(fp.BUCKETS, np.int64)
     bucket = local.rows.bucket
     suspicious[bucket[fp.torn(local.rows, marks)]] = 1
-    for part in (by_key, by_chunk):
-        suspicious[bucket[part.row[fp.disagreeing(part, peeled)]]] = 1
+    for mine in (by_key, by_chunk):
+        suspicious[bucket[mine.row[fp.disagreeing(mine, peeled)]]] = 1
     bad = (words != 0).any(axis=0) | (group.reduce(suspicious, "max") > 0)
 
     common = None if peeled.unresolved else fp.keys_of(peeled)
     findings = _reservations(has_digests, uncompared, names, memory.shift, peeled.unresolved)
     is_changed, changes = _changes(local.rows, by_key, common, memory, local.expect)
-    parts: list[_Part] = []
+    shares: list[_Part] = []
     if bad.any() or is_changed:
         if has_digests:
             local = replace(local, rows=_with_late_digests(local, bad))
-        parts, left = _gathered(group, local, changes, np.flatnonzero(bad), int(opening[1]))
+        shares, left = _gathered(group, local, changes, np.flatnonzero(bad), int(opening[1]))
         if left:
             text = f"{left:,} more groups of keys look wrong: too many to compare in one check"
             findings.append(RankFinding(-1, "", "LIV213", text))
     memory.turn += 1
     memory.reference, memory.of_rank = common, (local.rows, by_key)
     count = 0 if common is None else len(common.key)
-    table = condensed(_table(group.world, count, parts, tuple(findings)))
+    table = condensed(_table(group.world, count, shares, tuple(findings)))
     return Outcome(replace(table, differences=_differences(group, local, table)), common, seconds)
 
 
@@ -275,12 +275,12 @@ def _gathered(
     buffer[:2] = len(rows), len(data)
     buffer[2 : 2 + rows.size] = rows.reshape(-1)
     buffer[2 + room_rows * row_words :].view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    parts = []
+    shares = []
     for rank, words in enumerate(group.gather(buffer)):
         rank_rows = words[2 : 2 + int(words[0]) * row_words].reshape(-1, row_words)
         text = words[2 + room_rows * row_words :].tobytes()[: int(words[1])]
-        parts.append(_part(rank, rank_rows, text))
-    return parts, len(bad) - taken
+        shares.append(_part(rank, rank_rows, text))
+    return shares, len(bad) - taken
 
 
 def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[RankFinding]]) -> bytes:
@@ -308,14 +308,14 @@ def _words(rows: fp.Records, at: IntArray, width: int) -> IntArray:
 
 
 def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
-    part = _Part(rank, [], [], [], rows)
+    share = _Part(rank, [], [], [], rows)
     for line in text.splitlines():
         names, kinds, sent = json.loads(line)
-        part.fqns.extend(map(printable, names))
-        part.dtypes.extend(kinds)
+        share.fqns.extend(map(printable, names))
+        share.dtypes.extend(kinds)
         for who, fqn, code, sentence, level, voids in sent:
-            part.findings.append(RankFinding(who, printable(fqn), code, printable(sentence), level, voids))
-    return part
+            share.findings.append(RankFinding(who, printable(fqn), code, printable(sentence), level, voids))
+    return share
 
 
 def no_table(world: int, *findings: RankFinding) -> RankTable:
@@ -332,31 +332,31 @@ def table_of(chunks_by_rank: Sequence[Sequence[RankChunk]]) -> RankTable:
     """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
     every = [fp.chunk_rows(items, [0] * len(items), {}) for items in chunks_by_rank]
     width = max((rows.offsets.shape[1] for rows in every), default=0)
-    parts = [
+    shares = [
         _Part(rank, [printable(fqn) for fqn in rows.fqns], rows.dtypes, [], _words(rows, np.arange(len(rows)), width))
         for rank, rows in enumerate(every)
     ]
-    return _table(len(chunks_by_rank), 0, parts, ())
+    return _table(len(chunks_by_rank), 0, shares, ())
 
 
-def _table(world: int, keys: int, parts: Sequence[_Part], findings: tuple[RankFinding, ...]) -> RankTable:
+def _table(world: int, keys: int, shares: Sequence[_Part], findings: tuple[RankFinding, ...]) -> RankTable:
     """The rows that all ranks sent as one table, names and dtypes numbered anew."""
-    fqns = sorted({fqn for part in parts for fqn in part.fqns})
-    dtypes = sorted({dtype for part in parts for dtype in part.dtypes} - {""})
+    fqns = sorted({fqn for share in shares for fqn in share.fqns})
+    dtypes = sorted({dtype for share in shares for dtype in share.dtypes} - {""})
     place = {fqn: i for i, fqn in enumerate(fqns)}
     kind = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
-    rows = np.concatenate([part.rows for part in parts]) if parts else np.zeros((0, _ROW_WORDS), np.int64)
+    rows = np.concatenate([share.rows for share in shares]) if shares else np.zeros((0, _ROW_WORDS), np.int64)
     width = (rows.shape[1] - _ROW_WORDS) // 3
     offsets, sizes, shape = (rows[:, _ROW_WORDS + i * width : _ROW_WORDS + (i + 1) * width] for i in range(3))
     return RankTable(
         world_size=world,
         keys=keys,
         fqns=fqns,
-        fqn=np.array([place[fqn] for part in parts for fqn in part.fqns], np.int32),
-        rank=np.array([part.rank for part in parts for _ in part.fqns], np.int32),
+        fqn=np.array([place[fqn] for share in shares for fqn in share.fqns], np.int32),
+        rank=np.array([share.rank for share in shares for _ in share.fqns], np.int32),
         is_object=rows[:, 0].astype(bool),
         dtypes=dtypes,
-        dtype=np.array([kind[dtype] for part in parts for dtype in part.dtypes], np.int16),
+        dtype=np.array([kind[dtype] for share in shares for dtype in share.dtypes], np.int16),
         ndim=rows[:, 1].astype(np.int8),
         offsets=offsets,
         sizes=sizes,
@@ -366,7 +366,7 @@ def _table(world: int, keys: int, parts: Sequence[_Part], findings: tuple[RankFi
         strict=rows[:, 4].astype(bool),
         digest=rows[:, 5],
         view=rows[:, 6],
-        findings=(*findings, *dict.fromkeys(finding for part in parts for finding in part.findings)),
+        findings=(*findings, *dict.fromkeys(finding for share in shares for finding in share.findings)),
     )
 
 

@@ -197,8 +197,8 @@ def _layers(tag: Tag) -> Iterator[RankFile]:
     names = [fqn for source in tag.of("model") for group in shapes_of(source.root) or () for fqn in group]
     numbers = {int(match[1]) for name in names if (match := re.match(r"(\d{1,6})\.", name))}
     layers = sorted(numbers | {file.numbers["layer"] for file in files})
-    if parts := sorted({file.numbers["tp"] for file in files if "tp" in file.numbers}):
-        yield from _grid("layer", "layer_{layer:02d}-model_{tp:02d}-model_states.pt", layer=layers, tp=parts)
+    if ranks := sorted({file.numbers["tp"] for file in files if "tp" in file.numbers}):
+        yield from _grid("layer", "layer_{layer:02d}-model_{tp:02d}-model_states.pt", layer=layers, tp=ranks)
     else:
         yield from _grid("layer", "layer_{layer:02d}-model_states.pt", layer=layers)
 

@@ -143,8 +143,8 @@ def _cut_groups(
             if index < ranks:
                 entries = moments_of(source.state)[number : number + 1] or [{}]
                 sets[ep].append(_part(source, "single_partition_of_fp32_groups", number, index, ranks, entries[0]))
-        for ep, parts in sets.items():
-            group = FlatGroup(tuple(parts), tuple(shapes[number : number + 1]), listed)
+        for ep, pieces in sets.items():
+            group = FlatGroup(tuple(pieces), tuple(shapes[number : number + 1]), listed)
             first = {fqn: ep * count for fqn, count in experts.items()} if parallel > 1 else {}
             made.groups.append(group)
             _pieces(made, group, sources, owner, first)
@@ -156,23 +156,23 @@ def _pieces(made: Cut, group: FlatGroup, sources: Mapping[str, Source], owner: s
     # lost rank only the position in the group places a slice.
     wanted = next(iter(group.shapes), None) or _sums(group)
     at = dict.fromkeys(wanted, 0) if group.is_whole else _starts(group, wanted)
-    for part in group.parts:
-        for fqn, (start, count) in (part.slices or {}).items():
-            if part.weights is None or fqn not in at:
+    for piece in group.parts:
+        for fqn, (start, count) in (piece.slices or {}).items():
+            if piece.weights is None or fqn not in at:
                 continue
-            offset = at[fqn] if group.is_whole else part.index * part.length + start - at[fqn]
+            offset = at[fqn] if group.is_whole else piece.index * piece.length + start - at[fqn]
             at[fqn] += count if group.is_whole else 0
             named = owner + expert_name(fqn, first)
-            for what, tensor in {"fp32_param": part.weights, **part.moments}.items():
+            for what, tensor in {"fp32_param": piece.weights, **piece.moments}.items():
                 key = f"optimizer.state.{what}.{named}"
-                made.add(key, prod(wanted[fqn]), offset, tensor, start, count, sources[part.file])
+                made.add(key, prod(wanted[fqn]), offset, tensor, start, count, sources[piece.file])
 
 
 def _sums(group: FlatGroup) -> Shapes:
     """Parameter -> (elements on all ranks,), for tags without listed shapes."""
     sums: dict[str, int] = defaultdict(int)
-    for part in group.parts:
-        for fqn, (_, count) in (part.slices or {}).items():
+    for piece in group.parts:
+        for fqn, (_, count) in (piece.slices or {}).items():
             sums[fqn] += count
     return {fqn: (count,) for fqn, count in sums.items()}
 
@@ -180,12 +180,12 @@ def _sums(group: FlatGroup) -> Shapes:
 def _starts(group: FlatGroup, wanted: Shapes) -> dict[str, int]:
     """Parameter -> its first element in the group, derived from a rank that holds its first or last element."""
     starts: dict[str, int] = {}
-    for part in group.parts:
-        first = part.index * part.length
-        for fqn, (start, count) in (part.slices or {}).items():
-            if start or not part.index:
+    for piece in group.parts:
+        first = piece.index * piece.length
+        for fqn, (start, count) in (piece.slices or {}).items():
+            if start or not piece.index:
                 starts[fqn] = first + start
-            elif fqn in wanted and start + count < part.length:
+            elif fqn in wanted and start + count < piece.length:
                 starts.setdefault(fqn, first + start + count - prod(wanted[fqn]))
     return {fqn: start for fqn, start in starts.items() if fqn in wanted}
 
@@ -216,9 +216,9 @@ def _cut_parameters(made: Cut, sources: list[Source], models: list[Source], owne
         entries = moments_of(source.state)
         entries += [{}] * (len(flats) - len(entries))
         index = source.file.numbers["dp"] % ranks
-        parts = [_part(source, _BY_PARAMETER, i, index, ranks, entries[i]) for i in range(len(flats))]
-        if all(part.weights for part in parts):
-            group = FlatGroup(tuple(parts), tuple(shapes), model.file.name, is_by_parameter=True)
+        pieces = [_part(source, _BY_PARAMETER, i, index, ranks, entries[i]) for i in range(len(flats))]
+        if all(piece.weights for piece in pieces):
+            group = FlatGroup(tuple(pieces), tuple(shapes), model.file.name, is_by_parameter=True)
             made.groups.append(group)
             _shares(made, group, source, owner)
     ranks = next((counts[0] for source in sources if (counts := partition_counts(source.state))), 0)
@@ -228,20 +228,20 @@ def _cut_parameters(made: Cut, sources: list[Source], models: list[Source], owne
 
 def _shares(made: Cut, group: FlatGroup, source: Source, owner: str) -> None:
     """Add the parts of parameters in order; nothing is placed where the lengths do not add up."""
-    parts, ranks = group.parts, group.parts[0].ranks
-    if sum(part.length for part in parts) != sum(group.shares) or not all(part.is_even for part in parts):
+    pieces, ranks = group.parts, group.parts[0].ranks
+    if sum(piece.length for piece in pieces) != sum(group.shares) or not all(piece.is_even for piece in pieces):
         made.unplaced.append(source.label)
         return
     number = start = 0
     for fqn, shape in ((fqn, shape) for shapes in group.shapes for fqn, shape in shapes.items()):
         share = -(-prod(shape) // ranks)
-        while share and number < len(parts) and start == parts[number].length:
+        while share and number < len(pieces) and start == pieces[number].length:
             number, start = number + 1, 0
-        if number < len(parts) and start + share <= parts[number].length:
-            flats = {"": parts[number].weights, **parts[number].moments}
+        if number < len(pieces) and start + share <= pieces[number].length:
+            flats = {"": pieces[number].weights, **pieces[number].moments}
             for what, flat in ((what, flat) for what, flat in flats.items() if flat is not None):
                 key = f"optimizer.state.{what}.{owner}{fqn}" if what else f"{owner}{fqn}"
-                _share(made, key, shape, parts[number].index, ranks, flat, start, source)
+                _share(made, key, shape, pieces[number].index, ranks, flat, start, source)
         start += share
 
 

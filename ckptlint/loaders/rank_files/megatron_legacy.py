@@ -269,8 +269,8 @@ class _RankReader:
     def _is_whole(self, key: str, copies: list[_RankTensor]) -> bool:
         """Whether all parts of a tensor are present, with one shape."""
         ways = self.sizes.etp if is_expert(key) else self.sizes.tp
-        parts = {item.place.etp if is_expert(key) else item.place.tp for item in copies}
-        return len(parts) == ways and len({item.tensor.shape for item in copies}) == 1
+        ranks = {item.place.etp if is_expert(key) else item.place.tp for item in copies}
+        return len(ranks) == ways and len({item.tensor.shape for item in copies}) == 1
 
     def _misfit(self, at: str, file: str, stored: str, expected: str, because: str, what: str) -> None:
         self.statements.misfits.append(Misfit(at, file, stored, expected, because, what))
@@ -369,24 +369,24 @@ class _RankReader:
         """Collect the optimizer states of a rank under their parameters' names, where these are certain."""
         params = {key: value for key, value in tensors.items() if not key.rpartition(".")[2].startswith(_BUFFERS)}
         saved = rank.root.get("optimizer")
-        for part in saved if isinstance(saved, list) else [saved]:
-            if is_dict(part) and isinstance(part.get("fp32_from_fp16_params"), list):
-                self._copies(place, rank, params, part)
-            elif is_dict(part) and part.get("state"):  # of a job in fp32
+        for state in saved if isinstance(saved, list) else [saved]:
+            if is_dict(state) and isinstance(state.get("fp32_from_fp16_params"), list):
+                self._copies(place, rank, params, state)
+            elif is_dict(state) and state.get("state"):  # of a job in fp32
                 self.unplaced.append(rank.label)
         if rank.optimizer is not None:
             self._buffers(place, rank, params, rank.optimizer)
 
-    def _copies(self, place: GridCoordinate, rank: _Rank, params: _Tensors, part: dict[Any, Any]) -> None:
+    def _copies(self, place: GridCoordinate, rank: _Rank, params: _Tensors, saved: dict[Any, Any]) -> None:
         """Collect fp32 copies, stored in groups, and their moments, stored by number.
 
         Source: megatron.core.optimizer.Float16OptimizerWithFloat16Params.state_dict; groups are made by weight decay,
         which biases and vectors do not have, and keep the order of the model
         """
-        inner = part.get("optimizer")
+        inner = saved.get("optimizer")
         groups = inner.get("param_groups") if is_dict(inner) else None
         moments = inner.get("state") if is_dict(inner) else None
-        copies = part["fp32_from_fp16_params"]
+        copies = saved["fp32_from_fp16_params"]
         if not isinstance(groups, list) or not is_dict(moments) or len(groups) != len(copies):
             return
         number = 0
@@ -458,15 +458,15 @@ class _RankReader:
                 continue
             for name, start in zip(names, starts, strict=True):
                 for what, flat in flats.items():
-                    part = view(flat, start, params[name].shape)
-                    if part is not None:
-                        self.states[_STATES[what]][name].append(_RankTensor(place, part, file))
+                    state = view(flat, start, params[name].shape)
+                    if state is not None:
+                        self.states[_STATES[what]][name].append(_RankTensor(place, state, file))
         self._sums(rank, file, params.values())
 
     def _sums(self, rank: _Rank, file: OpenedFile, tensors: Collection[StoredTensor]) -> None:
         """Check that the buffers of a dtype are as long as its parameters, plus at most the alignment gaps."""
         root = file.torch_file.root
-        if isinstance(root, list) and any(part is None for part in root):
+        if isinstance(root, list) and any(state is None for state in root):
             return  # another rank's file holds a part
         elements: Counter[str] = Counter()
         for dtype, entry in _entries(root):
@@ -511,16 +511,16 @@ class _RankReader:
                 offsets = (0,) * len(first.shape) if is_one and copy == 0 else None
                 self.columns.add(fqn, tensor, file.number, file.torch_file, first.shape, offsets, is_cut)
             return
-        by_part = grouped((item.place.etp if expert else item.place.tp, item) for item in copies)
-        is_sound = is_alike and axis < len(first.shape) and set(by_part) == set(range(ways))
+        by_rank = grouped((item.place.etp if expert else item.place.tp, item) for item in copies)
+        is_sound = is_alike and axis < len(first.shape) and set(by_rank) == set(range(ways))
         shape = tuple(size * ways if i == axis else size for i, size in enumerate(first.shape))
-        for part in sorted(by_part):
-            for copy, item in enumerate(by_part[part]):
+        for rank in sorted(by_rank):
+            for copy, item in enumerate(by_rank[rank]):
                 placed = is_sound and copy == 0
                 cut = placed and axis == 0 and is_halved(key, self.args) and item.tensor.shape[0] % 2 == 0
                 pieces = list(halves(item.tensor)) if cut else [item.tensor]
                 for half, piece in enumerate(pieces):
-                    begin = part * piece.shape[axis] + (half * shape[axis] // 2 if cut else 0) if placed else 0
+                    begin = rank * piece.shape[axis] + (half * shape[axis] // 2 if cut else 0) if placed else 0
                     offsets = tuple(begin if i == axis else 0 for i in range(len(shape)))
                     file = item.file
                     self.columns.add(fqn, piece, file.number, file.torch_file, shape, offsets if placed else None)
@@ -554,8 +554,8 @@ def _checksums(rank: _Rank) -> tuple[tuple[int, int], ...]:
 
 def _entries(root: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
     """(dtype of the parameters, buffer) of a `distrib_optim.pt`; a list holds one dict for each optimizer."""
-    for part in root if isinstance(root, list) else [root]:
-        for buffers in part.values() if isinstance(part, dict) else ():
+    for state in root if isinstance(root, list) else [root]:
+        for buffers in state.values() if isinstance(state, dict) else ():
             for dtypes, entry in buffers.items() if isinstance(buffers, dict) else ():
                 if isinstance(entry, dict):
                     dtype = dtypes[0] if isinstance(dtypes, tuple) and dtypes else dtypes

@@ -508,7 +508,7 @@ def _parameters(root: Mapping[Any, Any]) -> dict[str, _Sharded]:
 def _values(root: Any) -> Iterable[_Sharded]:
     """The DTensors and ShardedTensors of a model's or an optimizer's state; all belong to one rank."""
     states = root.get("state") if is_dict(root.get("state")) else {}
-    of_params = (part for of_param in states.values() if is_dict(of_param) for part in of_param.values())
+    of_params = (value for of_param in states.values() if is_dict(of_param) for value in of_param.values())
     return (value for value in (*root.values(), *of_params) if isinstance(value, _Sharded))
 
 
@@ -543,8 +543,8 @@ def _is_sliced(values: list[_RankValue]) -> bool:
 
 def _checksum(item: _RankValue) -> int:
     """CRC-32 of a rank's part, if it is one tensor that fills its storage; else 0."""
-    parts = _locals(item.value)
-    return checksum(parts[0][1], item.file.torch_file) if len(parts) == 1 else 0
+    shards = _locals(item.value)
+    return checksum(shards[0][1], item.file.torch_file) if len(shards) == 1 else 0
 
 
 def _mesh_key(value: Stored) -> Hashable:

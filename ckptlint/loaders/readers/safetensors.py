@@ -274,10 +274,10 @@ def _lost_of_ranks(folder: Folder, files: list[str], rows: list[Row]) -> list[Pr
     for match in filter(None, map(_OF_RANK.fullmatch, files)):
         there.setdefault(int(match["rank"]), set()).add(int(match["part"]))
     lost = {
-        f"model-rank-{rank}-part-{part}.safetensors": rank
+        f"model-rank-{rank}-part-{number}.safetensors": rank
         for rank in range(max(there, default=-1) + 1)
-        for part in range(max(there.get(rank, {0})) + 1)
-        if part not in there.get(rank, ())
+        for number in range(max(there.get(rank, {0})) + 1)
+        if number not in there.get(rank, ())
     }
     sentence = f"{first_names([*lost])} {verb(len(lost), 'is')} missing; {plural(len(there), 'rank')} wrote files"
     if there and not lost and (words := _lost_words(folder, rows)):

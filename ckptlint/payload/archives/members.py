@@ -25,17 +25,17 @@ def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) ->
     """The members of the records of one file, in file order."""
     names: dict[str, int] = {}
     rows = [
-        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)), record.parts[0].start)
+        (record.row, item.start, item.size, item.crc, names.setdefault(item.name, len(names)), record.parts[0].start)
         for record in records
-        for part in record.parts
+        for item in record.parts
     ]
     columns = [np.array(rows or np.zeros((0, 6)), np.int64).T]
     for group in alike:
         shape = len(group.rows), len(group.names)
         named = np.array([names.setdefault(name, len(names)) for name in group.names], np.int64)
         start = group.offset[:, None] + group.start
-        parts = (group.rows[:, None], start, group.size, group.crc, named, start[:, :1])
-        columns.append(np.stack([np.broadcast_to(part, shape).reshape(-1) for part in parts]))
+        values = (group.rows[:, None], start, group.size, group.crc, named, start[:, :1])
+        columns.append(np.stack([np.broadcast_to(value, shape).reshape(-1) for value in values]))
     whole = np.concatenate(columns, axis=1)
     row, start, size, crc, name = whole[:5, np.argsort(whole[5], kind="stable")]
     return Members(row, start, size, crc, name, list(names))

@@ -141,8 +141,8 @@ class _Edges:
         return self.answers.get(span)
 
     def all(self, spans: list[_Span]) -> list[bytes] | None:
-        parts = [part for span in spans if (part := self.get(span)) is not None]
-        return parts if len(parts) == len(spans) else None
+        answers = [answer for span in spans if (answer := self.get(span)) is not None]
+        return answers if len(answers) == len(spans) else None
 
 
 def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms: Forms) -> Headers:
@@ -167,8 +167,8 @@ def _read_singly(
     while going:
         lacking = [(p, span) for p, _, spans in going for span in spans if edges[p.row].get(span) is None]
         data = folder.ranges(path, [(place.offset + start, size) for place, (start, size) in lacking])
-        for (place, span), part in zip(lacking, data, strict=True):
-            edges[place.row].answers[span] = part
+        for (place, span), answer in zip(lacking, data, strict=True):
+            edges[place.row].answers[span] = answer
         going = [item for step in going if (item := _advance(*step, edges[step[0].row], headers, forms)) is not None]
 
 
@@ -177,8 +177,8 @@ def _advance(
 ) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
     """Advance a walk as far as the available bytes allow; None once it is finished."""
     try:
-        while (parts := edges.all(spans)) is not None:
-            spans = walk.send(parts)
+        while (answers := edges.all(spans)) is not None:
+            spans = walk.send(answers)
     except StopIteration as end:
         record, archive = end.value
         headers.records.append(record)
@@ -202,8 +202,8 @@ def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int
         starts += [(place.row, start) for start, _ in pieces]
         wanted += [(place.offset + start, size) for start, size in pieces]
     edges = {place.row: _Edges([]) for place in places}
-    for (row, start), part in zip(starts, folder.ranges(path, wanted), strict=True):
-        edges[row].pieces.append((start, part))
+    for (row, start), piece in zip(starts, folder.ranges(path, wanted), strict=True):
+        edges[row].pieces.append((start, piece))
     return edges
 
 
@@ -235,8 +235,8 @@ def _walk(place: RecordPlace) -> _Walk:
     if members[at].crc and zlib.crc32(pickle) != members[at].crc:
         raise UnreadableError("has a data.pkl whose bytes do not match its checksum", starts[at])
     placed = zip(members, starts, strict=True)
-    parts = tuple(ArchiveMember(m.short, place.offset + begin, m.size, m.crc) for m, begin in placed)
-    return Record(place.row, pickle, parts), _Archive(directory, members, local, starts, at)
+    entries = tuple(ArchiveMember(m.short, place.offset + begin, m.size, m.crc) for m, begin in placed)
+    return Record(place.row, pickle, entries), _Archive(directory, members, local, starts, at)
 
 
 class _Edge(NamedTuple):

@@ -64,9 +64,9 @@ def _is_small(value: Any, budget: list[int], depth: int = 0) -> bool:
     if budget[0] < 0 or depth > _DEPTH_LIMIT:
         return False
     if type(value) in (list, tuple):
-        return all(_is_small(part, budget, depth + 1) for part in value)
+        return all(_is_small(item, budget, depth + 1) for item in value)
     if type(value) is dict:
-        return all(_is_small(part, budget, depth + 1) for pair in value.items() for part in pair)
+        return all(_is_small(item, budget, depth + 1) for pair in value.items() for item in pair)
     if type(value) is int:
         return abs(value) < 2**63
     return value is None or type(value) in (bool, float) or (isinstance(value, str) and len(value) <= _VALUE_LIMIT)

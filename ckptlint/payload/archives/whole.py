@@ -69,9 +69,9 @@ def compare_archives(
 
 def place_beside(folder: Folder, label: str) -> tuple[Folder, str]:
     """The folder that a file of the step is in, and its name there; raises UnreadableError where it is gone."""
-    *parts, name = PurePosixPath(label).parts
-    for part in parts:
-        above = folder.parent if part == ".." else folder.sub(part)
+    *folders, name = PurePosixPath(label).parts
+    for entry in folders:
+        above = folder.parent if entry == ".." else folder.sub(entry)
         if above is None:
             break
         folder = above

@@ -185,12 +185,12 @@ def world() -> World:
     return merged([own_file(path, partial(read_framework, path.name)) for path in paths])
 
 
-def merged(parts: list[World]) -> World:
+def merged(worlds: list[World]) -> World:
     """Several files as one."""
     values: dict[str, Any] = dict.fromkeys(World._fields, ()) | {"keys": {}}
-    for part in parts:
+    for single in worlds:
         for name, known in values.items():
-            value = getattr(part, name)
+            value = getattr(single, name)
             values[name] = known | value if isinstance(known, dict) else known + value
     return World(**values)
 

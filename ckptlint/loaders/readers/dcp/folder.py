@@ -55,7 +55,7 @@ def read_dcp(folder: Folder, look_at_files: bool) -> Checkpoint:
     problems: list[Problem] = []
     names = [METADATA] if is_whole else [*rank_files(folder)]
     unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
-    roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
+    roots = [made.root for _, made in unpickled if made is not None and made.root is not None]
     label = METADATA if is_whole else f"{names[0]} .. {names[-1]}"
     if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith(_BYTECHECKPOINT):
         problems.append(of_format(METADATA, "ByteCheckpoint"))

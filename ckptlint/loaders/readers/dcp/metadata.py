@@ -129,7 +129,7 @@ def _misplaced(planner_data: list[Any], entries: Mapping[str, Any], file: str) -
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict (2.0 - 2.13): the path, joined by dots, is the
     key; default_planner._EmptyStateDictLoadPlanner puts each tensor at the path of its key
     """
-    paths = {key: path for part in planner_data if isinstance(part, dict) for key, path in part.items()}
+    paths = {key: path for data in planner_data if isinstance(data, dict) for key, path in data.items()}
     if not paths:
         return []
     wrong = [
@@ -224,13 +224,13 @@ def _chunks(listed: list[Any], rank: int) -> tuple[IntArray, IntArray, list[Malf
     """Offsets and sizes of the chunks that fit a table of this rank, and the chunks that do not."""
     if RowRun not in set(map(type, listed)):
         return _columns(*_extents(listed), rank)
-    parts = []
+    columns = []
     for are_runs, items in groupby(listed, lambda item: type(item) is RowRun or item is END):
         if are_runs:
-            parts += [_row_run_columns(row_run, rank) for row_run in items if row_run is not END]
+            columns += [_row_run_columns(row_run, rank) for row_run in items if row_run is not END]
         else:
-            parts.append(_columns(*_extents(list(items)), rank))
-    offsets, sizes, malformed = zip(*parts, strict=True)
+            columns.append(_columns(*_extents(list(items)), rank))
+    offsets, sizes, malformed = zip(*columns, strict=True)
     return np.concatenate(offsets), np.concatenate(sizes), list(chain(*malformed))
 
 
@@ -312,18 +312,18 @@ def _records(index: list[Any], infos: list[Any], file: str, problems: list[Probl
     lengths = [key.count if type(key) is RowRun else 1 for key in index]
     ends = np.cumsum(lengths)
     starts, total = ends - lengths, int(ends[-1])
-    parts: list[tuple[Any, RecordRows, slice]] = [(starts[is_node], nodes, slice(None))]
+    blocks: list[tuple[Any, RecordRows, slice]] = [(starts[is_node], nodes, slice(None))]
     row_runs = [(key, int(start)) for key, start in zip(index, starts, strict=True) if type(key) is RowRun]
     for key, start in row_runs:
         assert isinstance(key.table.rows, RecordRows)
-        parts.append((slice(start, start + key.count), key.table.rows, slice(key.first, key.first + key.count)))
-    tables = {id(table): table for _, table, _ in parts}
+        blocks.append((slice(start, start + key.count), key.table.rows, slice(key.first, key.first + key.count)))
+    tables = {id(table): table for _, table, _ in blocks}
     names, paths = Numbering(), Numbering()
     numbers = {key: (names.add([*table.names]), paths.add([*table.paths])) for key, table in tables.items()}
     name, path = np.zeros(total, np.int32), np.zeros(total, np.int32)
     hint, rank, byte_offset, byte_length = (np.zeros(total, np.int64) for _ in range(4))
     offsets = np.zeros((total, max(table.offsets.shape[1] for table in tables.values())), np.int64)
-    for place, table, span in parts:
+    for place, table, span in blocks:
         of_names, of_paths = numbers[id(table)]
         name[place], path[place] = of_names[table.name[span]], of_paths[table.path[span]]
         hint[place], rank[place] = table.hint[span], table.rank[span]
@@ -404,8 +404,8 @@ class Numbering:
         order = np.argsort(first, kind="stable")
         new = np.zeros(len(order), np.int32)
         new[order] = np.arange(len(order), dtype=np.int32)
-        parts = (order[start : start + _PART].tolist() for start in range(0, len(order), _PART))
-        return [self.texts[number] for part in parts for number in part], new[numbers]
+        blocks = (order[start : start + _PART].tolist() for start in range(0, len(order), _PART))
+        return [self.texts[number] for block in blocks for number in block], new[numbers]
 
 
 def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tuple[int, ...]]]:
@@ -463,8 +463,8 @@ def _join(
                 rows,
                 owned,
             )
-        for (_, tensor), part in zip(group, np.split(matched, np.cumsum(lengths)[:-1]), strict=True):
-            tensor.chunks.record[:] = part
+        for (_, tensor), records in zip(group, np.split(matched, np.cumsum(lengths)[:-1]), strict=True):
+            tensor.chunks.record[:] = records
 
     rows = np.flatnonzero(raw.rank == -1)
     of_bytes = np.fromiter(map(numbers.get, byte_names, repeat(-1)), np.int64, len(byte_names))

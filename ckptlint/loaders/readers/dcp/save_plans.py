@@ -33,14 +33,14 @@ def read_plans(plans: Any) -> SavePlans | None:
         is_node = [type(item) is not RowRun and item is not END for item in items]
         lengths = np.array([item.count if type(item) is RowRun else item is not END for item in items], np.int64)
         starts = np.cumsum(lengths) - lengths
-        parts = [_of_nodes([*compress(items, is_node)], starts[is_node])]
+        tables = [_of_nodes([*compress(items, is_node)], starts[is_node])]
         runs: dict[int, list[tuple[RowRun, int]]] = {}
         for item, start in zip(items, starts.tolist(), strict=True):
             if type(item) is RowRun:
                 runs.setdefault(id(item.table), []).append((item, start))
-        parts += [_of_runs(same[0][0].table, same) for same in runs.values()]
+        tables += [_of_runs(same[0][0].table, same) for same in runs.values()]
         rank = np.repeat(np.arange(len(plans), dtype=np.int32), [*map(len, listed)])
-        return _joined(parts, len(plans), np.repeat(rank, lengths))
+        return _joined(tables, len(plans), np.repeat(rank, lengths))
     except (UnreadableError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
@@ -110,15 +110,15 @@ def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
     )
 
 
-def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
+def _joined(tables: list[_Items], world_size: int, rank: Any) -> SavePlans:
     """One table of parts that together have all rows."""
     fqn, dtype = np.zeros(len(rank), np.int32), np.full(len(rank), -1, np.int32)
     names, dtypes = Numbering(), Numbering()
-    for part in parts:
-        of_names, of_dtypes = names.add([*part.names]), dtypes.add(part.dtypes)
-        fqn[part.rows] = of_names[part.name]
-        tensors = part.dtype >= 0
-        dtype[part.rows[tensors]] = of_dtypes[part.dtype[tensors]]
+    for table in tables:
+        of_names, of_dtypes = names.add([*table.names]), dtypes.add(table.dtypes)
+        fqn[table.rows] = of_names[table.name]
+        tensors = table.dtype >= 0
+        dtype[table.rows[tensors]] = of_dtypes[table.dtype[tensors]]
     is_bytes = dtype < 0
     used, fqn = names.in_order_of_use(fqn)
     used_dtypes, dtype[~is_bytes] = dtypes.in_order_of_use(dtype[~is_bytes])
@@ -128,11 +128,11 @@ def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
         fqn=fqn,
         rank=rank,
         is_bytes=is_bytes,
-        offsets=_stacked(len(rank), [(part.rows, part.offsets) for part in parts]),
-        sizes=_stacked(len(rank), [(part.rows, part.sizes) for part in parts]),
+        offsets=_stacked(len(rank), [(table.rows, table.offsets) for table in tables]),
+        sizes=_stacked(len(rank), [(table.rows, table.sizes) for table in tables]),
         dtypes=all_printable(used_dtypes),
         dtype=dtype.astype(np.int16),
-        global_shape=_stacked(len(rank), [(part.rows, part.global_shape) for part in parts]),
+        global_shape=_stacked(len(rank), [(table.rows, table.global_shape) for table in tables]),
     )
 
 
@@ -167,9 +167,9 @@ def _with_padding(rank: IntArray, coordinates: IntArray) -> IntArray:
     return np.where(np.arange(axes) < rank[:, None], coordinates[:, :axes], np.int64(-1))
 
 
-def _stacked(count: int, parts: list[tuple[IntArray, IntArray]]) -> IntArray:
+def _stacked(count: int, placed: list[tuple[IntArray, IntArray]]) -> IntArray:
     """int64 [count, d], the tables at their rows, -1 everywhere else."""
-    whole = np.full((count, max(table.shape[1] for _, table in parts)), -1, np.int64)
-    for rows, table in parts:
+    whole = np.full((count, max(table.shape[1] for _, table in placed)), -1, np.int64)
+    for rows, table in placed:
         whole[rows, : table.shape[1]] = table
     return whole
