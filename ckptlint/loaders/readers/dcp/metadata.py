@@ -463,8 +463,8 @@ def _join(
                 rows,
                 owned,
             )
-        for (_, tensor), records in zip(group, np.split(matched, np.cumsum(lengths)[:-1]), strict=True):
-            tensor.chunks.record[:] = records
+        for (_, tensor), rows_of_tensor in zip(group, np.split(matched, np.cumsum(lengths)[:-1]), strict=True):
+            tensor.chunks.record[:] = rows_of_tensor
 
     rows = np.flatnonzero(raw.rank == -1)
     of_bytes = np.fromiter(map(numbers.get, byte_names, repeat(-1)), np.int64, len(byte_names))
