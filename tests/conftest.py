@@ -93,11 +93,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A property is a sweep: it tries more where SWEEP=1 is set. What is slow begins first: nobody waits for it."""
+    """A property is a sweep: it tries more where SWEEP=1 is set."""
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("sweep")
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -41,8 +41,8 @@ SWEEP = bool(os.environ.get("SWEEP"))
 
 
 def examples(few: int, many: int) -> int:
-    """How many inputs a test that is marked as a sweep tries: few in every run, a quarter of many in a sweep."""
-    return max(min(few, many), many // 4) if SWEEP else few
+    """How many inputs a test that is marked as a sweep tries: few in every run, a third of many in a sweep."""
+    return max(min(few, many), many // 3) if SWEEP else few
 
 
 HOSTILE = {

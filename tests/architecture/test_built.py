@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import swept
 
 import ckptlint
 from ckptlint.architecture import built
@@ -74,6 +75,7 @@ def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> N
     "values",
     [
         {"architectures": ["os.system"]}, {"model_type": ["convbert"]}, {"hidden_size": -16}, {"vocab_size": 10**30},
+        *swept({"architectures": [["ConvBertModel"]]}, {"hidden_size": "sixteen"}),
     ],
     ids=str,
 )  # fmt: skip

@@ -129,7 +129,6 @@ def test_what_the_probes_did_not_vary_has_no_table(given: dict[str, object], rea
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_megatron_core_says_the_same(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core, which is in the ci extra")
     script = Path(__file__).parents[2] / "bench" / "tables" / "megatron_probes.py"

@@ -659,7 +659,6 @@ TEXTS = (
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 def test_no_text_is_wider_than_the_terminal() -> None:
     """Only one word, such as a path, may be wider, alone on its line; a message on stderr is one line."""
     real = [str(path.relative_to(REPOSITORY)) for path in sorted(REAL.iterdir()) if path.is_dir()]

@@ -42,7 +42,6 @@ def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str], number: int)
 
 @sweep_only
 @pytest.mark.forks
-@pytest.mark.slow
 def test_readers_in_children_give_the_same_verdicts() -> None:
     """A tenth of the folders; neighbours in a manifest are of one layout."""
     paths = [(folder / row["path"], row) for folder, row in ROWS[::10]]

@@ -129,7 +129,6 @@ def disagreements(made: DrawnRun, with_commands: bool) -> list[str]:
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 def test_each_view_has_one_answer_and_a_true_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "CHEAP_BYTES", 1)  # numbers are drawn from large steps alone
     layouts, labels = [*drawn_runs.LAYOUTS], set[str]()

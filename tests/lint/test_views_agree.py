@@ -79,7 +79,6 @@ def disagreements(made: Run) -> list[str]:
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 def test_views_agree(tmp_path: Path) -> None:
     layouts, unfinished = [*simulated_runs.LAYOUTS.values()], 0
     for seed in range(examples(6, 60)):

@@ -125,7 +125,6 @@ def compile_all() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs triton, which the ci extra brings")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -112,7 +112,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.mark.parametrize(
     ("names", "count"), [([*OPERATORS], COUNT), ([*HEALTHY], COUNT // 2)], ids=["damaged", "healthy"]
 )
-@pytest.mark.slow
 def test_drawn_pairs_are_judged_rightly(names: list[str], count: int, made: Saved, tmp_path: Path) -> None:
     pairs, wrong = pairs_in(made), []
     for case in drawn(names, count, SEED, DRAWN):

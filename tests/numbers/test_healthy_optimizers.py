@@ -333,11 +333,11 @@ CASES: dict[str, Callable[[Make], Trained]] = {
 
 
 def combinations() -> Iterator[tuple[str, str]]:
-    """(optimizer, case): all with OPTIMIZERS=all, a twentieth in a sweep, else a third of one for each of both."""
+    """(optimizer, case): all with OPTIMIZERS=all, a tenth of them in a sweep, else a third of one for each of both."""
     draw = random.Random(SEED)
     every = [(name, case) for name in OPTIMIZERS for case in CASES]
     if SWEEP or os.environ.get("OPTIMIZERS") == "all":
-        yield from every if "OPTIMIZERS" in os.environ else draw.sample(every, len(every) // 20)
+        yield from every if "OPTIMIZERS" in os.environ else draw.sample(every, len(every) // 10)
         return
     cases = [case for case in CASES if case != "plain"]
     each = [(name, "plain") for name in OPTIMIZERS] + [(draw.choice([*OPTIMIZERS]), case) for case in cases]

@@ -57,7 +57,6 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", DRIVEN)
-@pytest.mark.slow
 def test_a_real_load_does_what_was_said(driven: dict[str, Any], name: str) -> None:
     compare = bench("evidence/megatron_compare")
     row = driven["pairs"][name]

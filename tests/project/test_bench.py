@@ -56,7 +56,6 @@ def test_most_of_a_large_file_is_read_as_columns(generate: ModuleType, tmp_path:
 
 
 @sweep_only
-@pytest.mark.slow
 def test_no_torn_save_passes_and_no_whole_one_fails() -> None:
     """Saves that are killed in a folder with an older step."""
     program = (REPOSITORY / "bench" / "evidence" / "torn_saves.py").read_text(encoding="utf-8")

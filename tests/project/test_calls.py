@@ -23,7 +23,6 @@ print("\\n" + json.dumps([totals, events, len(missed)]))
 
 @sweep_only
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits")
-@pytest.mark.slow
 def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
     arguments = [str(REPOSITORY / "bench" / "evidence"), "500", "5", str(tmp_path / "found")]
     done = run_python(CODE, *arguments, timeout=600)

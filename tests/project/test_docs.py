@@ -28,7 +28,6 @@ def make() -> ModuleType:
 
 
 @pytest.mark.sweep
-@pytest.mark.slow
 def test_generated_pages_are_fresh_and_small(make: ModuleType) -> None:
     """Only a sweep runs the commands of the pages, each in a process; test_recipes looks at what is there."""
     as_they_are = {} if SWEEP else {"played": str, "printed": str, "_way": lambda found: found[0]}

@@ -33,7 +33,6 @@ def clone(tmp_path: Path) -> Path:
 
 
 @sweep_only
-@pytest.mark.slow
 def test_a_new_rule_is_two_files_and_three_commands(clone: Path) -> None:
     section = re.split(r"^## ", CONTRIBUTING.split("## A new rule\n")[1], flags=re.MULTILINE)[0]
     files = re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
@@ -82,7 +81,6 @@ def test_what_the_reference_says_of_plugins_is_what_the_template_has() -> None:
 
 
 @sweep_only
-@pytest.mark.slow
 def test_a_new_framework_is_one_file_of_data_and_two_fixtures(clone: Path) -> None:
     section = re.split(r"^## ", CONTRIBUTING.split("## A new framework\n")[1], flags=re.MULTILINE)[0]
     ((name, text),) = re.findall(r"^```toml\n# (\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
