@@ -260,7 +260,7 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: 
     is_run = order is None and int(at[-1]) - int(at[0]) == len(at) - 1  # as most are
     groups = [at] if is_run else np.split(at, np.flatnonzero(np.diff(at) > _GAP) + 1)
     spans = [(start + int(group[0]) * item, (int(group[-1]) - int(group[0]) + 1) * item) for group in groups]
-    pieces = folder.ranges(path, spans)
+    pieces = [folder.read_range(path, *spans[0])] if is_run else folder.ranges(path, spans)
     if any(len(piece) != length for piece, (_, length) in zip(pieces, spans, strict=True)):
         return None
     words = [np.frombuffer(piece, f"<u{item}") for piece in pieces]

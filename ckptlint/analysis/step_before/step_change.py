@@ -105,6 +105,8 @@ Entries = Mapping[str, StoredKey]
 
 def changes(was: Entries, now: Entries) -> Iterator[Change]:
     """The changes, one for all keys of a role that changed alike."""
+    if was == now:
+        return
     yield from _gone(was, now, _by_role(now))
     before = {role(fqn) for fqn in was}
     for name, fqns in _by_role(fqn for fqn in now if fqn not in was).items():
