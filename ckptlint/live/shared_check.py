@@ -140,8 +140,8 @@ class SharedCheck:
                 yield place, ckpt
         if self.group.world > 1:
             ranks = f"{self.group.world:,} ranks on {plural(len(hosts), 'node')}"
-            each = f"; each read {human_bytes(shared // (self.nodes if self.every_node else self.group.world))}"
-            self.said = f"{ranks} see the same {plural(len(view.sizes), 'file')}{each if shared else ''}"
+            of_each = f"; each read {human_bytes(shared // (self.nodes if self.every_node else self.group.world))}"
+            self.said = f"{ranks} see the same {plural(len(view.sizes), 'file')}{of_each if shared else ''}"
 
     @one_budget()
     def _read(

@@ -147,7 +147,7 @@ def _signed(folder: Folder, problems: list[Problem]) -> dict[str, str] | None:
     bundle, error = read_json(folder, SIGNATURE, _JSON_LIMIT)
     try:
         listed = json.loads(a2b_base64(bundle["dsseEnvelope"]["payload"]))["predicate"]["resources"]
-        return {str(each["name"]): str(each["digest"]) for each in listed if each["algorithm"] == "sha256"} or None
+        return {str(entry["name"]): str(entry["digest"]) for entry in listed if entry["algorithm"] == "sha256"} or None
     except (ValueError, TypeError, LookupError, RecursionError):
         error = error or UnreadableError("holds no list of hashes, as model_signing signs one")
         problems.append(from_error(error, SIGNATURE, hint=_HINT, why=_WHY))

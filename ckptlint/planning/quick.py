@@ -322,9 +322,9 @@ class _Cutter:
                 axis, runs = halves[0]
                 start[:, axis], stop[:, axis] = shape[axis] * run // runs, shape[axis] * (run + 1) // runs
             for axis, over, _ in cuts:
-                each = -(-(stop[:, axis] - start[:, axis]) // self.ranks.sizes[over])
-                start[:, axis] = np.minimum(start[:, axis] + each * self.ranks.at[over][who], stop[:, axis])
-                stop[:, axis] = np.minimum(start[:, axis] + each, stop[:, axis])
+                length = -(-(stop[:, axis] - start[:, axis]) // self.ranks.sizes[over])
+                start[:, axis] = np.minimum(start[:, axis] + length * self.ranks.at[over][who], stop[:, axis])
+                stop[:, axis] = np.minimum(start[:, axis] + length, stop[:, axis])
             live: BoolArray = np.asarray((stop > start).all(axis=1))
             pieces.append((who[live], start[live], (stop - start)[live]))
         columns = [np.concatenate([piece[column] for piece in pieces]) for column in range(3)]

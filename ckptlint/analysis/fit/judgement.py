@@ -526,7 +526,8 @@ class _Judge:
         # transformers writes its version, and every field that differs from its default
         if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.has_megatron_names:
             return ()
-        given = set(self.config) | {inner for each in self.config.values() if isinstance(each, dict) for inner in each}
+        sections = [value for value in self.config.values() if isinstance(value, dict)]
+        given = set(self.config).union(*sections)
         named = (name for name in self.pairing.expected.fields if name not in _LABELS)
         return tuple(name for name in named if name.rpartition(".")[2] not in given)
 

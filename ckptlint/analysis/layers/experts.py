@@ -103,9 +103,9 @@ def owners_note(ckpt: Checkpoint, numbers: Iterable[int], total: int) -> tuple[N
     size = trusted_topology(ckpt).get("ep")
     if size is None or size.size < 2 or total % size.size:
         return ()
-    each, experts = total // size.size, set(numbers)
-    owners = {number // each for number in experts}
-    if experts != {number for number in range(total) if number // each in owners}:
+    per_rank, experts = total // size.size, set(numbers)
+    owners = {number // per_rank for number in experts}
+    if experts != {number for number in range(total) if number // per_rank in owners}:
         return ()
     return (("mesh", f"exactly the experts of ep rank {ranges(owners)} of {size.size} (from {size.source})"),)
 

@@ -101,7 +101,7 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
     result = []
     for misfit_states, expected in misfits:
         state = misfit_states[0]
-        elements = sum(each.tensor.volume for each in misfit_states)
+        elements = sum(misfit.tensor.volume for misfit in misfit_states)
         quotient = Fraction(elements, expected)
         axes = _axes(ckpt, quotient)
         is_local = any(_is_one_chunk(state.tensor, param.tensor) for param in state.params)

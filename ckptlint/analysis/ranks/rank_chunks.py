@@ -96,7 +96,7 @@ def condensed(table: RankTable) -> RankTable:
     reported = {finding.fqn for finding in table.findings}
     ends = pairwise([*start.tolist(), len(order)])
     patterns = ((pattern[low:high].tobytes(), int(table.fqn[order[low]])) for low, high in ends)
-    keys = grouped((each, number) for each, number in patterns if table.fqns[number] not in reported)
+    keys = grouped((look, number) for look, number in patterns if table.fqns[number] not in reported)
     left_out = {numbers[0]: numbers[_JUDGED:] for numbers in keys.values() if len(numbers) > _JUDGED}
     kept = ~np.isin(table.fqn, [number for numbers in left_out.values() for number in numbers])
     names = {

@@ -385,10 +385,10 @@ def _transposed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised |
 
     def rows(first: int, last: int) -> Rows | None:
         if is_awq:
-            each = 32 // bits
-            begin = first // each
-            codes = _in_order(unpacked(words[:, begin : -(-last // each)], bits), bits)
-            codes = codes[:, first - begin * each : last - begin * each].T
+            codes_per_word = 32 // bits
+            begin = first // codes_per_word
+            codes = _in_order(unpacked(words[:, begin : -(-last // codes_per_word)], bits), bits)
+            codes = codes[:, first - begin * codes_per_word : last - begin * codes_per_word].T
         else:
             codes = unpacked(np.ascontiguousarray(words[:, first:last].T), bits)[:, :width]
         by = scales[group, first:last].T

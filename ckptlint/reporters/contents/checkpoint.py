@@ -182,7 +182,7 @@ def _about(ckpt: Checkpoint) -> Iterator[str]:
         sizes = (f"{dtype} {count:,} ({size_text(size or None)})" for dtype, (count, size) in sorted(dtypes.items()))
         yield f"{part}: {', '.join(sizes)}"
     if values := values_of(ckpt):
-        shown = [f"{cut(name)} = {join_words([*map(_said, each[:_VALUES])])}" for name, each in values.items()]
+        shown = [f"{cut(name)} = {join_words([*map(_said, those[:_VALUES])])}" for name, those in values.items()]
         yield f"values: {', '.join(at_most(shown, _LISTED))}"
 
 

@@ -145,7 +145,7 @@ def sizes_of(contents: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
     size = contents.size[rows]
     if size[0] < 0:
         return ("missing" if _is_lost(contents, rows[0]) else "unknown",)
-    about = "~" if len({human_bytes(int(each)) for each in size}) > 1 else ""
+    about = "~" if len({human_bytes(int(count)) for count in size}) > 1 else ""
     total = max(int(size.sum()), 1)
     shares = (f"{int(sizes[rows].sum()) / total:.0%}" for sizes in (contents.model, contents.optimizer))
     return about + human_bytes(int(np.median(size))), *shares

@@ -34,8 +34,8 @@ def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> It
         first = members[0]
         shape = shape_text(first.global_shape)
         size = size_text(nbytes(first.dtype, first.volume))
-        each = [first.dtype, f"{times:,} x {shape}" if times > 1 else shape, chunks_text(members), size]
-        rows += [[name, *each] for name in names]
+        cells = [first.dtype, f"{times:,} x {shape}" if times > 1 else shape, chunks_text(members), size]
+        rows += [[name, *cells] for name in names]
     is_whole = all(row[3] == "1" for row in rows)
     shown = [0, *([] if one_dtype else [1]), 2, *([] if is_whole else [3]), 4]
     lines = ([row[i] for i in shown] for row in [["tensor", "dtype", "shape", "chunks", "size each"], *rows])
