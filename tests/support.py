@@ -37,7 +37,7 @@ REAL = REPOSITORY / "fixtures" / "real"
 SHARED = REPOSITORY.parent / "shared" / "checkpoints"
 T = TypeVar("T")
 SWEEP = bool(os.environ.get("SWEEP"))
-"""Whether tests that are marked as sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does."""
+"""Whether sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does with a tenth of the files."""
 
 
 def examples(few: int, many: int) -> int:
