@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,11 @@ def test_what_a_tracker_says_is_compared_with_the_newest_step_that_passes(
     for number in numbers:
         shutil.copytree(whole, tmp_path / name.format(number))
     tracker, newest = tmp_path / "latest_checkpointed_iteration.txt", numbers[-1]
+    judge_once = cache(lambda path: ckptlint.check(path, select=["GEO"]))  # no step changes, only what names one
 
     def advice() -> str:
         ((place, folder),) = runs_at(str(tmp_path))
-        return newest_good(folder, place, lambda path: ckptlint.check(path, select=["GEO"])).tracker
+        return newest_good(folder, place, judge_once).tracker
 
     resume = f"to resume from {name.format(newest)}"
     assert advice() == f"no {tracker.name}: training starts over; write {newest} into it {resume}"
