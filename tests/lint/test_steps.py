@@ -117,9 +117,9 @@ def test_a_step_that_vanishes_before_it_is_judged_is_no_answer(run: Path) -> Non
     assert search.is_certain
 
 
-def test_thousands_of_steps_and_names_that_are_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_steps_and_names_that_are_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptlint.lint.steps.trust._FEW", 1 << 20)  # what is asked is seen in this process alone
-    for number in range(10, 3010):
+    for number in range(10, 1010):
         (run / f"step-{number}").mkdir()
     for name in ("step-", "step-x", "checkpoint", "latest", "step-1e9", "99"):
         (run / name).mkdir()
@@ -133,7 +133,7 @@ def test_thousands_of_steps_and_names_that_are_none(run: Path, monkeypatch: pyte
     search = newest_good(folder, place, judged)
     assert search.newest is not None and search.newest.name == "step-3"
     assert asked == [f"{run}/step-3"]  # an empty folder is no finished save, and is not judged
-    assert len(search.skipped) == 3000
+    assert len(search.skipped) == 1000
 
 
 def test_steps_that_are_judged_in_other_processes_are_found_and_kept(tmp_path: Path) -> None:
