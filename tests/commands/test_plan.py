@@ -115,6 +115,7 @@ def test_memory_is_compared_with_the_rank_that_needs_the_most() -> None:
     assert "Loads, but loses something" in lost and "\nDoes not fit: rank 0 needs " in lost
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_other_shapes_are_a_table_with_whole_names(tmp_path: Path) -> None:
     file, page = tmp_path / "job.py", tmp_path / "plan.html"
     name = "model.layers.{}.a_module_with_a_long_name.another_with_a_long_name.weight_of_it"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -453,41 +454,43 @@ def test_a_group_that_is_made_anew_is_noticed(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- the store and the disk
 
-STORE = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
+
+def hold_a_store(port: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_stops_or_dies_costs_the_timeout(how: signal.Signals, tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        port = int(host.stdout.readline())
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    host = fork.Process(target=hold_a_store, args=(theirs,))
+    host.start()
+    assert host.pid is not None
+    port, pid = ours.recv(), host.pid
 
-        def job(rank: int) -> list[tuple[str, float]]:
-            installed = live.install(timeout=2)
-            assert installed.gate is not None
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            api._installed = replace(installed, gate=replace(installed.gate, store=store))
-            seen = [outcome(lambda: live.check(healthy(), tag="before"))]
-            dist.barrier()
-            if rank == 0:
-                os.kill(host.pid, how)
-            dist.barrier()
-            seen.append(outcome(lambda: live.check(healthy(), tag="during")))
-            seen.append(outcome(lambda: live.check(healthy(), tag="after", on_incomplete="raise")))
-            seen.append(outcome(lambda: live.check_loaded(healthy(), tmp_path)))
-            seen.append(outcome(lambda: SimpleNamespace(diagnostics=[], verdict=live.prepare_seal(healthy()).problem)))
-            return seen
+    def job(rank: int) -> list[tuple[str, float]]:
+        installed = live.install(timeout=2)
+        assert installed.gate is not None
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        api._installed = replace(installed, gate=replace(installed.gate, store=store))
+        seen = [outcome(lambda: live.check(healthy(), tag="before"))]
+        dist.barrier()
+        if rank == 0:
+            os.kill(pid, how)
+        dist.barrier()
+        seen.append(outcome(lambda: live.check(healthy(), tag="during")))
+        seen.append(outcome(lambda: live.check(healthy(), tag="after", on_incomplete="raise")))
+        seen.append(outcome(lambda: live.check_loaded(healthy(), tmp_path)))
+        seen.append(outcome(lambda: SimpleNamespace(diagnostics=[], verdict=live.prepare_seal(healthy()).problem)))
+        return seen
 
-        try:
-            ranks = run_ranks(job, world=2, timeout=60)
-        finally:
-            host.kill()
+    try:
+        ranks = run_ranks(job, world=2, timeout=60)
+    finally:
+        host.kill()
+        host.join()
     for before, during, after, loaded, sealed in ranks:
         assert before[0] == "pass"
         assert during[0] == loaded[0] == "LIV211" and after[0] in ("LIV211", "LiveError LIV211")

@@ -1,4 +1,4 @@
-"""The whole check with 64 ranks as threads: random layouts, random damage, and what overflows."""
+"""The whole check with many ranks as threads: random layouts, random damage, and what overflows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import examples
+from support import SWEEP, examples
 from threads import Sharded, run_threads
 from torch.distributed.tensor import Replicate, Shard
 
@@ -21,20 +21,25 @@ from ckptlint.live.api import Live, LiveError, as_text
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 
-WORLD = 64
+WORLD = 64 if SWEEP else 16
+GRIDS = (
+    [(1, 1), (4, 2), (8, 8), (64, 1), (3, 5), (16, 4)] if SWEEP else [(1, 1), (2, 1), (4, 4), (16, 1), (3, 1), (4, 2)]
+)
+"""Rows and columns of chunks: of some each rank has its own, of others several ranks have copies, or some none."""
 TENSORS = examples(12, 80)
 
 
 def layout(seed: int, tensors: int = TENSORS) -> list[dict[str, Any]]:
-    """Per rank a state dict: tensors cut into a random grid of at most 64 chunks, copies on the ranks that are left."""
+    """Per rank a state dict: tensors cut into a random grid, a chunk a rank at most, copies on the ranks left."""
     random.seed(seed)
     states: list[dict[str, Any]] = [{} for _ in range(WORLD)]
+    half = WORLD // 2
     for number in range(tensors):
-        rows, columns = random.choice([(1, 1), (4, 2), (8, 8), (64, 1), (3, 5), (16, 4)])
+        rows, columns = random.choice(GRIDS)
         shape = (rows * random.randint(1, 3), columns * random.randint(1, 3))
         chunk = shape[0] // rows, shape[1] // columns
         stage = random.randrange(2)  # some tensors exist on one half of the ranks, as with pipeline stages
-        members = range(WORLD) if rows * columns > 32 else range(32 * stage, 32 * stage + 32)
+        members = range(WORLD) if rows * columns > half else range(half * stage, half * stage + half)
         for place, rank in enumerate(members):
             cell, copy = place % (rows * columns), place // (rows * columns)
             if place >= len(members) // (rows * columns) * rows * columns:
@@ -137,7 +142,7 @@ def test_random_damage_is_found_and_named(seed: int) -> None:
 def test_contents_that_drift_after_a_healthy_check_are_found(seed: int) -> None:
     """Of Megatron's chunks, plain tensors and values no placement says how many copies there are."""
     turns = [layout(seed) for _ in range(5)]
-    drift = random.choice(["plain", "step", *(key for key in turns[0][40] if key.startswith("t"))])
+    drift = random.choice(["plain", "step", *(key for key in turns[0][WORLD * 5 // 8] if key.startswith("t"))])
     holders = [rank for rank, state in enumerate(turns[2]) if drift in state]
     where = random.choice(holders)
     held = turns[2][where][drift]
@@ -158,7 +163,7 @@ def test_contents_that_drift_after_a_healthy_check_are_found(seed: int) -> None:
             seen.append(([(d.code, d.fqn) for d in report.diagnostics], len(sums)))
         return seen
 
-    results = run_threads(all_turns)
+    results = run_threads(all_turns, WORLD)
     assert all(result == results[0] for result in results)
     expected = [("LIV209" if drift == "step" else "LIV205", drift)] if len(holders) > 1 else []
     assert results[0] == [([], 3), ([], 3), (expected, 5 if expected else 3), ([], 3), ([], 3)]
@@ -219,7 +224,7 @@ def test_a_table_that_overflows_grows_and_stays_so() -> None:
         clean = [not [d for d in report.diagnostics if d.severity > 1] for report in reports]
         return clean, live.memory.cells, live.group.log
 
-    results = run_threads(two)
+    results = run_threads(two, WORLD)
     assert all(result == results[0] for result in results)
     clean, cells, log = results[0]
     assert clean == [True, True]
@@ -237,7 +242,7 @@ def test_beyond_the_largest_table_a_sample_is_compared_and_said(monkeypatch: pyt
         reports = [live.check(states[live.group.rank], tag=tag) for tag in range(6)]
         return [[d.title for d in report.diagnostics] for report in reports], live.memory.shift
 
-    results = run_threads(many)
+    results = run_threads(many, WORLD)
     assert all(result == results[0] for result in results)
     titles, shift = results[0]
     assert shift > 0
@@ -250,7 +255,7 @@ def test_too_many_bad_keys_are_counted_not_dropped(monkeypatch: pytest.MonkeyPat
     for key in [key for key in states[7] if key.startswith("t")]:
         states[7][key].data = states[7][key].data + 1
     everything = reported(checked(states))
-    monkeypatch.setattr(protocol, "GATHER_LIMIT", 1_000 * TENSORS)
+    monkeypatch.setattr(protocol, "GATHER_LIMIT", 16 * WORLD * TENSORS)
     report = checked(states)
     some = reported(report)
     assert {code for code, _ in some} == {"LIV205"}
@@ -278,7 +283,7 @@ def test_two_keys_of_one_number_cost_one_needless_look(monkeypatch: pytest.Monke
         reports = [live.check(states[live.group.rank], tag=tag) for tag in "ab"]
         return [list(report.diagnostics) for report in reports], live.group.log, live.memory.salt
 
-    results = run_threads(two)
+    results = run_threads(two, WORLD)
     for found, log, salt in results:
         assert found == [[], []]
         assert [name for name, _ in log] == ["max", "sum", "max", "max", "gather", "max", "sum", "max"]
@@ -308,7 +313,7 @@ def test_changes_since_the_last_check_are_named_by_their_holders() -> None:
         report = live.check(second[own], tag="b")
         return [(d.code, d.fqn, d.severity.label) for d in report.diagnostics]
 
-    results = run_threads(two)
+    results = run_threads(two, WORLD)
     assert all(result == results[0] for result in results)
     assert results[0] == [("LIV208", "later", "info"), ("LIV208", "t4", "warning"), ("LIV208", "t7", "warning")]
 

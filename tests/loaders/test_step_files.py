@@ -617,8 +617,8 @@ def test_litter_is_neither_payload_nor_a_model(tmp_path: Path, step: Path) -> No
         assert len(report.checkpoints) == 1
 
 
-def test_a_million_empty_members_are_unpacked_in_the_time_of_their_bytes() -> None:
-    members = gzip.compress(b"") * 500_000
+def test_a_hundred_thousand_empty_members_are_unpacked_in_the_time_of_their_bytes() -> None:
+    members = gzip.compress(b"") * 100_000
     started = time.process_time()
     assert [*pickles_in("packed", io.BytesIO(members + gzip.compress(pickle.dumps({"a": 1}))), 2**24)]
-    assert time.process_time() - started < 10  # each member once cost a copy of all that follow
+    assert time.process_time() - started < 5  # each member once cost a copy of all that follow

@@ -21,6 +21,7 @@ from saved_pairs import (
     LAYOUTS,
     NOW,
     RESHARDABLE,
+    State,
     committed_run,
     healthy_runs,
     placed,
@@ -29,7 +30,7 @@ from saved_pairs import (
 from support import SWEEP, found, report_on, swept
 
 SEED = 79
-COUNT = int(os.environ.get("PAIRS", 20 if SWEEP else 12))
+COUNT = int(os.environ.get("PAIRS", 20 if SWEEP else 6))
 """Damaged pairs; healthy ones are half as many: `PAIRS=300 SWEEP=1 pytest tests/numbers/test_drawn_pairs.py`."""
 DRAWN = LAYOUTS if SWEEP else ("one_rank", "tp_4", COMMITTED)
 GOING_ON = ("one_rank", "tp_4") if SWEEP else ("one_rank",)
@@ -98,13 +99,17 @@ def older_run(step: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return saved(committed_run(), tmp_path_factory.mktemp("pairs"), DRAWN)
+def steps() -> dict[int, State]:
+    return committed_run()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    steps = committed_run()
+def made(steps: dict[int, State], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return saved(steps, tmp_path_factory.mktemp("pairs"), DRAWN)
+
+
+@pytest.fixture(scope="module")
+def runs(steps: dict[int, State], tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return saved(steps | healthy_runs(steps), tmp_path_factory.mktemp("runs"), GOING_ON)
 
 

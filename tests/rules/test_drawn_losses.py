@@ -16,7 +16,7 @@ from support import SWEEP, report_on
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 SEED = 81
-COUNT = int(os.environ.get("LOSSES", 36 if SWEEP else 24))
+COUNT = int(os.environ.get("LOSSES", 36 if SWEEP else 12))
 """Damages of each kind: `LOSSES=300 pytest tests/rules/test_drawn_losses.py`."""
 MEGATRON = tuple(name for name in WRITTEN if name.startswith("megatron"))
 DEEPSPEED = tuple(name for name in WRITTEN if name.startswith("deepspeed"))

@@ -19,7 +19,7 @@ from test_drawn_losses import told
 from torch.distributed import checkpoint as dcp
 
 SEED = 82
-COUNT = int(os.environ.get("LOSSES", 30 if SWEEP else 15))
+COUNT = int(os.environ.get("LOSSES", 30 if SWEEP else 6))
 """Cases of each kind."""
 Make = Callable[[Path, random.Random], str]
 """Writes a run or a step into a folder; what has to be said, a regular expression, "" for what is healthy."""
