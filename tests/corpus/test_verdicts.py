@@ -31,7 +31,7 @@ EVERY = [
 pytestmark = pytest.mark.sweep
 
 
-@pytest.mark.sweep(share=4)
+@pytest.mark.sweep(share=6)
 @pytest.mark.parametrize(("path", "row", "number"), EVERY)
 def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str], number: int) -> None:
     wrong = list(wrong_at("data", path, row))

@@ -30,7 +30,7 @@ GOOD = REAL / "edit_base"
 @pytest.mark.parametrize("layout", simulated_runs.LAYOUTS)
 def test_enough_whole_steps_stay_whatever_a_run_went_through(tmp_path: Path, layout: str) -> None:
     deleted = 0
-    for seed in range(examples(6, 40)):
+    for seed in range(examples(4, 40)):
         dice = Random(f"{layout} {seed}")
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -44,7 +44,7 @@ def test_enough_whole_steps_stay_whatever_a_run_went_through(tmp_path: Path, lay
 @pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("layout", simulated_runs.LAYOUTS)
 def test_nothing_whole_is_lost_where_somebody_changes_the_run(tmp_path: Path, layout: str) -> None:
-    for seed in range(examples(5, 20)):
+    for seed in range(examples(3, 20)):
         folder = tmp_path / str(seed)
         folder.mkdir()
         made = simulated_runs.simulated(folder, Random(f"{layout} {seed}"), simulated_runs.LAYOUTS[layout])

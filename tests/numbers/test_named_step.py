@@ -15,14 +15,15 @@ from ckptlint.errors import ConfigError
 RUN = REAL / "numbers"
 
 
-@pytest.fixture
-def stale(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of a step, without its run, of which one rank holds the weights of the step before."""
     now, was = Save("fsdp2_4r"), Save("before", RUN / "step-190")
     for row in now.rows("", rank=2):
         now.values[row] = was.values[row]
-    now.write(tmp_path / "final")
-    return tmp_path / "final"
+    place = tmp_path_factory.mktemp("stale") / "final"
+    now.write(place)
+    return place
 
 
 @pytest.mark.parametrize("depth", ["headers", "data"])
