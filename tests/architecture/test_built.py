@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +37,49 @@ def refused(config: dict[str, Any]) -> str:
     return sentence
 
 
-@pytest.fixture
-def transformers() -> None:
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, ...]]:
+    """The shapes of CONVBERT, built where a file has the name of a package."""
     pytest.importorskip("transformers", reason="needs transformers (extra tables)")
+    folder = tmp_path_factory.mktemp("beside")
+    (folder / "transformers.py").write_text("raise SystemExit('imported')")
+    with contextlib.chdir(folder):
+        return built_model(CONVBERT)
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("transformers")
-def test_a_type_without_a_table_is_built() -> None:
-    shapes = built_model(CONVBERT)
+def test_a_type_without_a_table_is_built(shapes: dict[str, tuple[int, ...]]) -> None:
     assert shapes["encoder.layer.0.intermediate.dense.weight"] == (24, 16)
     assert shapes["encoder.layer.0.output.dense.weight"] == (16, 24)
+
+
+@pytest.mark.ci
+def test_a_file_beside_the_checkpoint_is_never_imported(shapes: dict[str, tuple[int, ...]]) -> None:
+    assert shapes
+
+
+@pytest.fixture
+def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are built in a fork of this process, not in a Python that imports transformers anew for six seconds."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers (extra tables)")
+    for model in ("ConvBertModel", "XLMModel"):
+        getattr(transformers, model)
+
+    def build(given: str) -> None:
+        warnings.resetwarnings()
+        sys.stdout, sys.stderr = ((tmp_path / name).open("w", encoding="utf-8") for name in ("stdout", "stderr"))
+        *limits, asked = json.loads(given)
+        built._limit(*limits)
+        sys.stdout.write(json.dumps(built._build(asked)))
+
+    def run(command: list[str], *, input: str, **_: Any) -> Any:  # noqa: A002  the name that subprocess has
+        process = multiprocessing.get_context("fork").Process(target=build, args=(input,))
+        process.start()
+        process.join()
+        written = ((tmp_path / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(command, process.exitcode, *written)
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 @pytest.mark.parametrize("where", ["", "text_config"])
@@ -70,7 +105,7 @@ def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> N
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("transformers")
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "values",
     [
@@ -84,11 +119,17 @@ def test_values_that_no_model_has_are_one_sentence(values: dict[str, Any]) -> No
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("transformers")
-def test_a_file_beside_the_checkpoint_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
-    assert built_model(CONVBERT)
+@pytest.mark.usefixtures("warm")
+def test_what_is_built_is_a_reference(tmp_path: Path) -> None:
+    config = {
+        "model_type": "xlm", "architectures": ["XLMModel"], "emb_dim": 8, "n_layers": 1, "n_heads": 2, "n_words": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = read_reference(str(tmp_path)).tensors
+    assert tensors["embeddings.weight"] == (None, (32, 8))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["os"]}))
+    with pytest.raises(ckptlint.errors.ConfigError):
+        read_reference(str(tmp_path))
 
 
 def acting(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

@@ -537,17 +537,3 @@ def test_a_configuration_alone_names_every_tensor_that_it_implies(tmp_path: Path
         assert reference.tensors["model.layers.1.mlp.down_proj.weight"] == (None, (8, 12))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "no_such", "architectures": None}))
     assert not read_reference(str(tmp_path)).tensors
-
-
-@pytest.mark.ci
-def test_a_type_without_a_table_is_built_where_transformers_is_installed(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers (extra tables)")
-    config = {
-        "model_type": "xlm", "architectures": ["XLMModel"], "emb_dim": 8, "n_layers": 1, "n_heads": 2, "n_words": 32,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = read_reference(str(tmp_path)).tensors
-    assert tensors["embeddings.weight"] == (None, (32, 8))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["os"]}))
-    with pytest.raises(ConfigError):
-        read_reference(str(tmp_path))
