@@ -1,8 +1,7 @@
-"""What is released: the wheel holds the package and nothing else, and works without the source tree."""
+"""What is released: the wheel holds the package and nothing else. That it works alone is seen by .ci/build."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support import REAL, REPOSITORY
+from support import REPOSITORY
 
 import ckptlint
 
@@ -77,23 +76,3 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path) -> None:
         }
     assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= names
     assert not any(name.startswith(("fixtures/real", "fixtures/make")) for name in names)
-
-
-@pytest.mark.parametrize("kind", ["whl", "tar.gz"])
-def test_what_is_built_installs_and_works(built: Path, tmp_path: Path, kind: str) -> None:
-    (package,) = built.glob(f"*.{kind}")
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", tmp_path / "site", package]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    for arguments, code, said in (
-        ([REAL / "edit_base"], 0, "Passed: "),
-        ([REAL / "gap_middle"], 1, "GEO004"),
-        (["explain", "GEO004"], 0, "Bad: "),
-    ):
-        program = [sys.executable, "-m", "ckptlint", *arguments]
-        done = subprocess.run(program, env=env, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
-        assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
-    where = [sys.executable, "-c", "import ckptlint; print(ckptlint.__file__)"]
-    assert str(tmp_path / "site") in subprocess.run(where, env=env, cwd=tmp_path, capture_output=True, text=True).stdout
