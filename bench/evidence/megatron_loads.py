@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -880,6 +881,7 @@ def main() -> None:
     parser.add_argument("--saved-by", type=Path, help="the OUT of another version, whose checkpoints are loaded")
     options = parser.parse_intermixed_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # a rank, which is a fork, would copy what is imported to look for garbage in it
     rows = {}
     for name in options.pairs or PAIRS:
         if options.saved_by is None and not saved_here(name):
@@ -891,6 +893,7 @@ def main() -> None:
         written = {"version": package_info.__version__, "through": "Megatron-LM" if checkpointing else "the library"}
         written["saved_by"] = str(options.saved_by or "")
         (options.out / "outcomes.json").write_text(json.dumps({**written, "pairs": rows}, indent=1))
+    gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import multiprocessing
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import swept
+from support import run_forked, swept
 
 import ckptlint
 from ckptlint.architecture import built
@@ -66,18 +64,12 @@ def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         getattr(transformers, model)
 
     def build(given: str) -> None:
-        warnings.resetwarnings()
-        sys.stdout, sys.stderr = ((tmp_path / name).open("w", encoding="utf-8") for name in ("stdout", "stderr"))
         *limits, asked = json.loads(given)
         built._limit(*limits)
         sys.stdout.write(json.dumps(built._build(asked)))
 
     def run(command: list[str], *, input: str, **_: Any) -> Any:  # noqa: A002  the name that subprocess has
-        process = multiprocessing.get_context("fork").Process(target=build, args=(input,))
-        process.start()
-        process.join()
-        written = ((tmp_path / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess(command, process.exitcode, *written)
+        return run_forked(lambda: build(input), tmp_path)
 
     monkeypatch.setattr(subprocess, "run", run)
 

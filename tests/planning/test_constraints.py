@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, REPOSITORY, bench
+from support import REAL, REPOSITORY, bench, run_script
 
 import ckptlint
 from ckptlint.planning.megatron import constraints, form_of
@@ -49,8 +47,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for package in ("torch", "megatron.core", "einops", "psutil"):
         pytest.importorskip(package, reason=f"real loads need {package}")
     out = tmp_path_factory.mktemp("resharding")
-    script = [sys.executable, "-W", "ignore", str(EVIDENCE / "megatron_loads.py"), str(out), *DRIVEN]
-    ended = subprocess.run(script, capture_output=True, text=True, check=False, timeout=600)
+    ended = run_script(EVIDENCE / "megatron_loads.py", out, *DRIVEN, folder=tmp_path_factory.mktemp("said"))
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {"folder": out, **json.loads((out / "outcomes.json").read_text())}
 
