@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import REPOSITORY
+from support import REPOSITORY, run
 from torch import nn
 
 from ckptlint.errors import CheckpointError, ConfigError
+from ckptlint.integrations import saved
 from ckptlint.integrations.saved import GOOD
 
 sys.path.append(str(REPOSITORY / "tests" / "live"))  # jobs.py
@@ -33,6 +36,17 @@ def cut(path: Path) -> None:
 
 def good(run: Path) -> str:
     return str((run / GOOD).readlink())
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of a check run in this process; one test of each trainer has them in processes of their own."""
+
+    def ask(arguments: Sequence[str], end: float) -> dict[str, Any]:
+        assert time.monotonic() < end
+        return dict(json.loads(run(*arguments).stdout))
+
+    monkeypatch.setattr(saved, "_ask", ask)
 
 
 # ---------------------------------------------------------------- transformers
@@ -67,6 +81,7 @@ def hf_run(folder: Path, damage: Damage | None = None, at: int = 3, nan: bool = 
     return trainer
 
 
+@pytest.mark.usefixtures("here")
 def test_transformers_healthy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from_hub = pytest.importorskip("transformers.trainer_utils", reason="transformers is not installed")
     hf_run(tmp_path, args={"save_total_limit": 2})
@@ -76,6 +91,7 @@ def test_transformers_healthy(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert from_hub.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -91,6 +107,7 @@ def test_transformers_damaged(damage: Damage, said: str, tmp_path: Path, caplog:
     assert last == ["checkpoint-2"] and good(tmp_path) == "checkpoint-4", "the job went on"
 
 
+@pytest.mark.usefixtures("here")
 def test_transformers_nan_is_seen_at_depth_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = hf_run(tmp_path, nan=True, depth="data", on_fault="stop")
     assert trainer.state.global_step == 3 and good(tmp_path) == "checkpoint-2"
@@ -153,7 +170,11 @@ def lightning_run(folder: Path, damage: Damage | None = None, background: bool =
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_lightning(background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lightning(
+    background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    if not background:  # whose thread would take the streams from this one
+        request.getfixturevalue("here")
     lightning_run(tmp_path / "healthy", background=background)
     assert [record for record in caplog.records if record.name == "ckptlint"] == []
     assert good(tmp_path / "healthy") == "epoch=0-step=3.ckpt"
@@ -163,6 +184,7 @@ def test_lightning(background: bool, tmp_path: Path, caplog: pytest.LogCaptureFi
     assert good(tmp_path / "cut") == "epoch=0-step=3.ckpt"
 
 
+@pytest.mark.usefixtures("here")
 def test_lightning_stops_or_raises_where_asked(tmp_path: Path) -> None:
     assert lightning_run(tmp_path / "stopped", cut, on_fault="stop").global_step == 2
     assert good(tmp_path / "stopped") == "epoch=0-step=1.ckpt"
