@@ -612,7 +612,7 @@ def test_labels_of_a_plan_are_readable_on_a_narrow_screen(browser: Any, tmp_path
 def test_text_has_contrast_in_light_and_dark(browser: Any, site: tuple[str, list[str]]) -> None:
     grounds = set()
     for scheme in ("light", "dark"):
-        for name in (*SHOWN, "several"):
+        for name in (SHOWN[0], "several"):  # which has all that the others show
             visit(browser, f"{site[0]}/{name}.html", scheme=scheme)
             unfold(browser)
             assert browser.execute_script(PALE) == {}, (name, scheme)

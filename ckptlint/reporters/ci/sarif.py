@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata
 from itertools import islice
 from pathlib import Path
@@ -78,6 +79,7 @@ def _pages() -> str:
     return ""
 
 
+@cache  # a process may write many reports, as for the steps of a run
 def _rule(rule: Rule, pages: str) -> dict[str, Any]:
     about = f"{rule.section('What it checks')} {rule.section('Why it matters')}".strip()
     anchor = f"{rule.code}-{rule.name}".lower()
