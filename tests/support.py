@@ -41,7 +41,7 @@ REAL = REPOSITORY / "fixtures" / "real"
 SHARED = REPOSITORY.parent / "shared" / "checkpoints"
 T = TypeVar("T")
 SWEEP = bool(os.environ.get("SWEEP"))
-"""Whether sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does with a tenth of the files."""
+"""Whether sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does with one file in 20."""
 
 
 def examples(few: int, many: int) -> int:

@@ -100,6 +100,7 @@ def several_tables_and_larger_tiles() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.sweep(share=3)
 @pytest.mark.parametrize("check", [every_dtype_and_stride, every_address_and_tail, several_tables_and_larger_tiles])
 def test_kernels_are_the_eager_digests(interpreted: Any, check: Callable[[], None]) -> None:
     interpreted(check)

@@ -484,6 +484,8 @@ return pale;
 
 SHOWN = ["fsdp2_4r", "fsdp2_4r_hole", "overlap_and_gap_same_volume", "out_of_bounds", "boundary_mismatch"]
 SHOWN += ["metadata_malicious", "megatron_tp2_pp2", "megatron_moe_ep_offset_lost"]
+LOOKED_AT = [SHOWN[0], "several", "hostile"]
+"""Pages that show all that the others do: one of a pass, one of all together, one of hostile names."""
 
 
 @pytest.fixture(scope="module")
@@ -553,7 +555,7 @@ def test_pages_render_without_a_message_or_a_second_request(browser: Any, site: 
 
 def test_nothing_overflows(browser: Any, site: tuple[str, list[str]]) -> None:
     for width in (400, 800, 1280):
-        for name in [*SHOWN, "several", "hostile"]:
+        for name in LOOKED_AT:
             visit(browser, f"{site[0]}/{name}.html", width)
             unfold(browser)
             assert browser.execute_script("return document.scrollingElement.scrollWidth") <= width, (name, width)
@@ -567,7 +569,7 @@ def test_no_column_is_cut_off_on_a_narrow_screen(browser: Any, site: tuple[str, 
     ).map(e => e.outerHTML.slice(0, 120));
     """
     for width in (320, 400, 490):
-        for name in [*SHOWN, "several", "hostile"]:
+        for name in LOOKED_AT:
             visit(browser, f"{site[0]}/{name}.html", width)
             unfold(browser)
             assert browser.execute_script(cut) == [], (name, width)
@@ -612,7 +614,7 @@ def test_labels_of_a_plan_are_readable_on_a_narrow_screen(browser: Any, tmp_path
 def test_text_has_contrast_in_light_and_dark(browser: Any, site: tuple[str, list[str]]) -> None:
     grounds = set()
     for scheme in ("light", "dark"):
-        for name in (SHOWN[0], "several"):  # which has all that the others show
+        for name in LOOKED_AT:
             visit(browser, f"{site[0]}/{name}.html", scheme=scheme)
             unfold(browser)
             assert browser.execute_script(PALE) == {}, (name, scheme)
