@@ -4,6 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
+import numpy as np
+
+from ckptlint.analysis.chunks.checksums import chunk_sums
 from ckptlint.analysis.fit.judgement import config_fit, has_known_config
 from ckptlint.analysis.fit.trusted_config import flag, is_defined, trusted, trusted_topology
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
@@ -25,8 +28,8 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; if they
         do, it is only info. Where only a leading wrapper differs, half of the keys below each must have such a twin. It
-        is a warning if embedding and output layer differ in shape although the configuration ties them, an error if
-        their values differ in an export, and a warning if a few keys of a block of layers begin with different wrappers
+        is a warning if embedding and output layer differ in shape or values although the configuration ties them, an
+        error for values in an export, and a warning if a few keys of a block of layers begin with different wrappers
         (`model.`, none) from most keys of the block and from others of their layer. Keys of different stages, modules,
         chains or copies of the model are no twins.
     Why it matters:
@@ -150,6 +153,7 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
             confidence="certain" if same_shape and by_config == {True} else "likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
+                ("this key", f"{b.fqn}: {b.dtype} {shape_text(b.global_shape)}"),
                 ("quotient", "" if same_shape else quotient),
                 ("tied by", f"{declared[name].source}"),
             ),
@@ -161,10 +165,8 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _values_differ(ckpt: Checkpoint, a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype differ in their bytes; False unless each is the whole of one record."""
-    payload, size = ckpt.payload, nbytes(a.dtype, a.volume)
-    records = [*a.chunks.record.tolist(), *b.chunks.record.tolist()]
-    if payload is None or a.dtype != b.dtype or (len(a.chunks), len(b.chunks)) != (1, 1) or min(records) < 0:
+    """Whether two tensors of one dtype and cut differ in the bytes of a chunk, by records that hold nothing else."""
+    first, second = chunk_sums(ckpt, a), chunk_sums(ckpt, b)
+    if a.dtype != b.dtype or first is None or second is None or not np.array_equal(first[:, :-1], second[:, :-1]):
         return False
-    crc = payload.crc[records]
-    return bool((payload.size[records] == size).all() and (crc > 0).all() and crc[0] != crc[1])
+    return bool(first[:, -2].sum() == nbytes(a.dtype, a.volume) and (first[:, -1] != second[:, -1]).any())

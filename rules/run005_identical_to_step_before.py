@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
+from ckptlint.analysis.chunks.checksums import chunk_sums
 from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
@@ -64,16 +63,7 @@ def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> li
         older = before.tensors.get(tensor.fqn)
         if older is None or tensor.volume < _LEAST or tensor.global_shape != older.global_shape:
             continue
-        mine, theirs = _sums(ckpt, tensor), _sums(before, older)
+        mine, theirs = chunk_sums(ckpt, tensor), chunk_sums(before, older)
         if mine is not None and theirs is not None and mine.shape == theirs.shape:
             equal.append(bool((mine == theirs).all()))
     return equal
-
-
-def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
-    """(offsets, CRC-32, size) of each chunk, sorted by offsets; None if a chunk has no checksum."""
-    rows, payload = tensor.chunks.record, require(ckpt.payload)
-    if not len(rows) or (rows < 0).any() or (payload.crc[rows] <= 0).any():
-        return None
-    table = np.column_stack([tensor.tiling.offsets, payload.crc[rows], payload.size[rows]])
-    return table[np.lexsort(table.T[::-1])]

@@ -1,1 +1,1 @@
-"""Faults in the chunks of a tensor, the ranks that should have saved missing parts, and files of two saves."""
+"""Faults in the chunks of a tensor and their checksums, who should have saved missing parts, and files of two saves."""
