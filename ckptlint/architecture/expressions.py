@@ -75,8 +75,11 @@ def whole(expression: Expression, fields: Mapping[str, Value]) -> int:
     """
     value = expression.value(fields)
     if not isinstance(value, int) or not 0 <= value < LARGEST:
-        is_field = type(value) is int and expression.text.isidentifier()
-        raise (SizeError if is_field else ExpressionError)(f"{expression.text} is {_shown(value)}, which is no size")
+        # a null is often a word for "as that other field"; for a vocabulary there is no other
+        is_null = value is None and expression.text.rpartition(".")[2] == "vocab_size"
+        is_field = is_null or (type(value) is int and expression.text.isidentifier())
+        shown = "null" if value is None else _shown(value)
+        raise (SizeError if is_field else ExpressionError)(f"{expression.text} is {shown}, which is no size")
     return int(value)
 
 

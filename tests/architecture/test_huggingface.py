@@ -163,7 +163,8 @@ def test_every_expression_of_a_table_can_be_read(model_type: str) -> None:
         ({"hidden_size": [64]}, "hidden_size is"), ({"hidden_size": -64}, "no size"),
         ({"hidden_size": 2**62}, "describes no model"), ({"num_attention_heads": 0}, "describes no model"),
         ({"num_hidden_layers": 10**9}, "implies more than"), ({"num_hidden_layers": 10**4000}, "describes no model"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is null"), ({"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is null"), ({"vocab_size": None}, "vocab_size is null"),
+        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
         ({"hidden_size": "\n" * 10**6}, "hidden_size is"),
     ],
 )  # fmt: skip
