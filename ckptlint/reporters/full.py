@@ -114,10 +114,16 @@ def header(ckpt: Checkpoint, style: Style) -> str:
 
 def summary(ckpt: Checkpoint) -> str:
     """Dialect and counts in a line."""
+    name, *counts = facts(ckpt)
+    return "  ".join([name, ", ".join(counts)] if counts else [name])
+
+
+def facts(ckpt: Checkpoint) -> list[str]:
+    """The dialect, and the counts that are not 0."""
     name = ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")
     if ckpt.ranks is not None:
         keys = [plural(ckpt.ranks.keys, "key")] if ckpt.ranks.keys else []
-        return "  ".join([name, ", ".join([plural(ckpt.ranks.world_size, "rank"), *keys])])
+        return [name, plural(ckpt.ranks.world_size, "rank"), *keys]
     counts = [plural(len(ckpt.tensors), "tensor")] if ckpt.readable else []
     if ckpt.readable and (others := len(ckpt.objects) + len(ckpt.byte_objects)):
         counts.append(plural(others, "object"))
@@ -125,7 +131,7 @@ def summary(ckpt: Checkpoint) -> str:
         counts.append(plural(len(ckpt.files), "file"))
     if ckpt.total_bytes:
         counts.append(human_bytes(ckpt.total_bytes))
-    return "  ".join([name, ", ".join(counts)] if counts else [name])
+    return [name, *counts]
 
 
 def other_files_line(files: Sequence[StepFile]) -> str:

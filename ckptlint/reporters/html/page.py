@@ -237,21 +237,12 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
     """What the template needs of a checkpoint: facts, findings by rule, rules that did not run."""
     ckpt = part.checkpoint
-    others = len(ckpt.objects) + len(ckpt.byte_objects)
-    about = [ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")]
-    if ckpt.ranks is not None:
-        about += [plural(ckpt.ranks.world_size, "rank"), plural(ckpt.ranks.keys, "key")]
-    elif ckpt.readable:
-        about += [plural(len(ckpt.tensors), "tensor"), *([plural(others, "object")] if others else [])]
-    if ckpt.files and ckpt.ranks is None:
-        about += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
-    if ckpt.step_files:
-        about.append(full.other_files_line(ckpt.step_files).rstrip("."))
+    others = [full.other_files_line(ckpt.step_files).rstrip(".")] if ckpt.step_files else []
     codes = {item.code for item in part.diagnostics}
     return {
         "id": anchor,
         "path": ckpt.path,
-        "facts": about,
+        "facts": full.facts(ckpt) + others,
         "topology": [(axis, size.size, size.source) for axis, size in ckpt.topology.items()],
         "groups": [_group(part, group, f"{anchor}-{group.number}", work) for group in part.groups],
         "causes": [_cause(part, cause, anchor) for cause in part.causes],
