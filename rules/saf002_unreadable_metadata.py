@@ -31,6 +31,9 @@ def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem.FileSystemWriter.finish
     """
+    unsafe = {problem.file for problem in ckpt.problems_of("unsafe")}  # a pickle in place of JSON, say
     for problem in ckpt.problems_of("unreadable", "unread"):
+        if problem.file in unsafe:
+            continue
         is_mild = problem.outside_checkpoint or problem.kind == "unread"
         yield replace(Finding.of_problem(problem), severity=Severity.WARNING if is_mild else None)

@@ -22,7 +22,8 @@ _LONGEST_LIST = 20_000
 _COUNTED = frozenset(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "n_embd", "n_head", "n_layer")
 )
-_NO_FRACTION = _COUNTED | {"num_key_value_heads", "vocab_size"}  # which may be null: no classes, or as many as heads
+_NO_FRACTION = _COUNTED | {"num_key_value_heads", "vocab_size"}
+"""Of which null may stand for as many key-value heads as heads, or, in a model without its embedding, for no words."""
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 _TICK = 0.1
 _TOGETHER = 512  # records that one thread reads before it takes others
-_NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
+_NO_SEAL = "the tensors are not compared with what was sealed"
+_NEW_SEAL = "copy the seal again from where it was written, or remove it"
 Gatherers = Mapping[str, tuple[RowHashes, ...]]
 _T = TypeVar("_T")
 
@@ -331,7 +332,7 @@ class Reader:
         try:
             seal = read_seal(self.folder)
         except UnreadableError as error:
-            self.result.problems.append(from_error(error, SEAL, hint=_NO_SEAL))
+            self.result.problems.append(from_error(error, SEAL, hint=_NEW_SEAL, why=_NO_SEAL))
             return
         if seal is None:
             return

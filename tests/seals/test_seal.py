@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,13 @@ def test_a_broken_seal_is_one_sentence_and_no_pass(name: str, tmp_path: Path) ->
     assert (severity, report.exit_code) == ("error", 1) and code in ("SAF002", "SAF003")
     assert sentence.startswith("ckptlint.seal.json ") and "\n" not in sentence and len(sentence) < 300
     assert "LIV302" in report.checkpoints[0].not_applicable
+
+
+def test_a_pickle_in_place_of_a_seal_is_told_once(tmp_path: Path) -> None:
+    dcp.save({"w": torch.randn(16, 16)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / SEAL).write_bytes(pickle.dumps(os.system))
+    ((code, severity, _),) = found(ckptlint.check(tmp_path, depth="data"))
+    assert (code, severity) == ("SAF001", "error")
 
 
 def test_text_of_a_seal_cannot_move_the_cursor(tmp_path: Path) -> None:
