@@ -354,6 +354,12 @@ def test_a_tracker_that_cannot_be_read_keeps_all(run: Path, tracker: str, make: 
     assert tracker in found.refused
 
 
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_link_is_a_tracker_too(run: Path, newest: bool) -> None:
+    (run / "latest").symlink_to("step-5" if newest else "step-2")
+    assert names(run) == ["step-4", "step-3", *(["step-2"] if newest else []), "step-1"]
+
+
 def test_links_are_found_at_any_depth_and_what_is_too_deep_is_a_doubt(run: Path) -> None:
     deep = run.joinpath("step-5", *"abcdefghij")
     deep.mkdir(parents=True)

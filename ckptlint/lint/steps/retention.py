@@ -329,7 +329,9 @@ def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
     if lost:
         doubt = f"{join_words(lost)} names no step that ckptlint understands: a resume may need any of them"
         return named, doubt
-    there = run.entries.strange | dict.fromkeys({*run.folders()} - {step.name for step in steps}, "a folder")
+    known = {step.name for step in steps}
+    folders = [name for name in run.folders() if name not in known and run.inner_target(name) not in known]
+    there = run.entries.strange | dict.fromkeys(folders, "a folder")
     files = [tracker.file for tracker in trackers() if tracker.holds != "link" and tracker.file in there]
     return named, f"{files[0]} is {there[files[0]]}: a resume may need any step" if files else ""
 
