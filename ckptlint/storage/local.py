@@ -84,6 +84,14 @@ class LocalFolder(Folder):
     def link_target_resolved(self, name: str) -> str:
         return str((self.path / name).resolve()) if self.target(name) else ""
 
+    def leads_around(self, name: str) -> bool:
+        target = self.escapes_to(name)
+        return bool(target) and self.path.resolve().is_relative_to(target)
+
+    def leads_into(self, name: str, other: Folder) -> bool:
+        target = self.escapes_to(name)
+        return bool(target) and isinstance(other, LocalFolder) and Path(target).is_relative_to(other.path.resolve())
+
     def inner_target(self, name: str) -> str:
         if not _is_link(self.path / name):  # without a listing: the folder may be the one around what was named
             return ""

@@ -411,6 +411,19 @@ def test_a_format_that_is_not_read_is_told_wherever_it_lies_in_a_step(tmp_path: 
     assert (codes(report, "error"), report.exit_code) == ({"SAF004"}, 1)
 
 
+@pytest.mark.parametrize("target", [".", ".."])
+def test_a_link_back_to_a_step_or_its_run_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    for number in (1, 2):
+        write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "run" / f"step-{number}")
+    (tmp_path / "run" / "step-1" / "run").symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    for path in ("run", tmp_path / "run"):
+        report = ckptlint.check(path, all_steps=True)
+        assert (len(report.checkpoints), report.exit_code) == (2, 0)
+
+
 def test_a_step_that_lies_on_another_disk_is_checked(tmp_path: Path) -> None:
     write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "disk" / "iter_0000099")
     (tmp_path / "run").mkdir()

@@ -136,7 +136,8 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
         first, *rest = ckpt.problems
         more = "; ".join(lack.message for lack in lacks)
         problems = [replace(first, message=f"{first.message}; {more}"), *rest]
-    run = "" if (around := _run_around(whole.folder)) == whole.folder.place else around
+    around = _run_around(whole.folder).place
+    run = "" if around == whole.folder.place else around
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
     for item in step_files:
         file, file_problems = read.get(item) or (item.reported(), [])
@@ -264,7 +265,7 @@ def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
     place, run = item.folder, _run_around(whole.folder)
     accounted = {folder.place for folder in whole.reports_for} - {whole.folder.place}
     is_run = place.place in accounted and step_number(place.name) is None and bool(steps_of(place))
-    leads_back = f"{place.escapes_to(item.name)}/".startswith(f"{run}/")
+    leads_back = place.leads_into(item.name, run)
     return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
 
 
@@ -275,14 +276,14 @@ def _of_run(problem: Problem) -> Problem:
     return replace(problem, why=why, hint=hint, of_run=True) if problem.kind == "unreadable" else problem
 
 
-def _run_around(folder: Folder) -> str:
-    """The place of the run of a step, or of a part of one; of any other folder its own."""
+def _run_around(folder: Folder) -> Folder:
+    """The run of a step, or of a part of one; any other folder itself."""
     step: Folder | None = folder
     for _ in range(_LEVELS):
         if step is not None and step_number(step.name) is None:
             step = step.parent
     run = None if step is None or step_number(step.name) is None else step.parent
-    return folder.place if run is None else run.place
+    return folder if run is None else run
 
 
 def _below(files: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
