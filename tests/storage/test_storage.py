@@ -232,10 +232,13 @@ def test_an_entry_that_cannot_be_looked_at_while_listing(real_copy: Copy, monkey
     assert os.strerror(errno.EACCES) in refused(ckptlint.check(folder))
 
 
+@pytest.mark.parametrize(
+    ("made", "name"), [("megatron_edit_base/iter_0000010", "iter_0000010"), ("edit_base", "step-10")]
+)
 def test_a_run_folder_that_may_not_be_listed_is_said_to_be_unseen(
-    real_copy: Copy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: str, name: str
 ) -> None:
-    step = real_copy("megatron_edit_base/iter_0000010").rename(tmp_path / "iter_0000010")
+    step = real_copy(made).rename(tmp_path / name)
     real = os.scandir
 
     def scandir(path: Any = ".") -> Any:

@@ -58,7 +58,7 @@ def read_run(folder: Folder) -> RunFolder | None:
         elif tracker is not None:
             tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
-        return replace(alone, steps=(), not_looked_at=f"{_UNSEEN}: {error}" if tracked_always else "")
+        return replace(alone, steps=(), not_looked_at=f"{_UNSEEN}: {error}")
     file = file or trackers()[0]
     alone = replace(alone, tracker_file=file.file, holds=file.holds)
     return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked)
