@@ -22,11 +22,19 @@ def json_object(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        what = pointer_in(text) or f"is not valid JSON ({printable(str(error))[:120]})"
-        raise UnreadableError(what, 8) from None
+        raise UnreadableError(pointer_in(text) or why_no_json(error), 8) from None
     if not isinstance(document, dict):
         raise UnreadableError("holds no JSON object", 8)
     return document
+
+
+def why_no_json(error: ValueError | RecursionError) -> str:
+    """Why a text is not read as JSON, as the end of a sentence."""
+    if isinstance(error, RecursionError):
+        return "is nested too deeply to be read"
+    if "set_int_max_str_digits" in str(error):
+        return "holds a number of too many digits to be read"
+    return f"is not valid JSON ({printable(str(error))[:120]})"
 
 
 def checked_shape(name: str, value: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptlint.errors import CkptlintError, LimitError
+from ckptlint.formats.strict_json import why_no_json
 from ckptlint.loaders.json_file import read_json
 from ckptlint.model import Problem
 from ckptlint.model.text import first_names, human_bytes, join_words, plural, printable
@@ -122,7 +123,7 @@ def _damage(folder: Folder, name: str, data: bytes) -> str:
             return ""
         error = "it holds no JSON object"
     except (ValueError, RecursionError) as reason:
-        error = f"it is not JSON ({printable(str(reason)[:200])})"
+        error = f"it {why_no_json(reason)}"
     is_replaced = name in _OLDER and "added_tokens_decoder" in read_json(folder, _TOKENIZER, _LIMIT)[0]
     return "" if is_replaced else error
 

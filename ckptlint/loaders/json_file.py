@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ckptlint.errors import UnreadableError
-from ckptlint.model.text import printable
+from ckptlint.formats.strict_json import why_no_json
 from ckptlint.storage.folder import Folder
 
 
@@ -20,5 +20,5 @@ def read_json(folder: Folder, name: str, limit: int) -> tuple[dict[str, Any], Un
     except UnreadableError as error:
         return {}, error
     except (ValueError, RecursionError) as error:
-        return {}, UnreadableError(f"is not JSON ({printable(str(error)[:200])})")
+        return {}, UnreadableError(why_no_json(error))
     return document if isinstance(document, dict) else {}, None

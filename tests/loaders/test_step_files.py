@@ -487,6 +487,23 @@ def test_what_cannot_be_opened_makes_the_verdict_incomplete(step: Path, name: st
     assert f"{name} is {what}" in run(step).stdout.replace("\n    ", " ")
 
 
+def test_what_stands_in_place_of_a_file_of_older_steps_is_named(tmp_path: Path) -> None:
+    for number in (1, 2):
+        dcp_step(tmp_path / f"step-{number}")
+    torch.save({"a": 1}, tmp_path / "step-1" / "optimizer.pt")
+    os.mkfifo(tmp_path / "step-2" / "optimizer.pt")
+    sentences = {code: title for code, _, title in found(ckptlint.check(tmp_path))}
+    assert sentences["COM001"] == "the step has no file optimizer.pt (it is a pipe), which step-1 has"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("9" * 5000, "holds a number of too many digits"), ("[" * 10**5, "is nested too deeply")]
+)
+def test_json_that_python_refuses_is_said_in_words(step: Path, text: str, why: str) -> None:
+    (step / "trainer_state.json").write_text(f'{{"global_step": {text}')
+    assert f"trainer_state.json {why} to be read" in [title for _, _, title in found(ckptlint.check(step))]
+
+
 def test_what_cannot_be_opened_under_other_names_is_named(step: Path) -> None:
     (step / "README.md").unlink()
     (step / "README.md").symlink_to("gone")

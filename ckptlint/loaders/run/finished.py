@@ -105,7 +105,9 @@ def missing_parts(folder: Folder) -> list[Problem]:
     hint = advice or "copy it from where it was written, or use another step"
     problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in lacking]
     if files:
-        sentence = f"the step has no {join_words(files, 'or')}, which {holders}"
+        odd = whole.entries.strange
+        names = [f"file {name} (it is {odd[name]})" if name in odd else name for name in files]
+        sentence = f"the step has no {join_words(names, 'or')}, which {holders}"
         why = "a load fails, or a resume goes on without it and says so at most in a log"
         copied = "copy what is missing from where it was written, or ignore this if it is no longer saved"
         lost = Problem("incomplete", files[0], sentence, why=why, hint=advice or copied, outside_checkpoint=True)
