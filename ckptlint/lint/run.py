@@ -103,7 +103,7 @@ def _of_named_step(before: str, path: str, every: Sequence[CheckpointPlace]) -> 
         named = find(before)
     except CkptlintError as error:
         raise ConfigError(f"{shown(before)} cannot be compared with: {error}") from None
-    if {place.folder.place for place in every} & {place.folder.place for place in named}:
+    if {place.folder.display for place in every} & {place.folder.display for place in named}:
         raise ConfigError(f"--before names {shown(before)}, which is what is checked: name an older step")
     if len(every) == len(named) == 1:
         return {every[0].display: named[0]}

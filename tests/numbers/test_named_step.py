@@ -12,6 +12,8 @@ from support import REAL, codes, report_on, run
 import ckptlint
 from ckptlint.errors import ConfigError
 
+torch = pytest.importorskip("torch")
+
 RUN = REAL / "numbers"
 
 
@@ -67,3 +69,23 @@ def test_what_cannot_be_compared_with_is_refused(stale: Path, before: str | Path
 def test_one_named_step_is_no_step_before_of_all(stale: Path) -> None:
     with pytest.raises(ConfigError, match="--before names one step"):
         ckptlint.check(RUN, all_steps=True, before=stale)
+
+
+@pytest.mark.parametrize("name", ["checkpoint_{}.pt", "epoch={}-step={}.ckpt"])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_step_that_is_a_file_is_held_against_the_file_before(tmp_path: Path, name: str, exchanged: bool) -> None:
+    torch.manual_seed(0)
+    keys = [f"layers.{layer}.self_attn.{part}_proj.weight" for layer in range(4) for part in "qkvo"]
+    weights = {key: torch.randn(32, 32) for key in keys}
+    for step in (10, 20, 30):
+        weights = {key: value + 1e-3 * torch.randn(32, 32) for key, value in weights.items()}
+        stored = dict(weights)
+        if exchanged and step == 30:
+            stored[keys[0]], stored[keys[3]] = stored[keys[3]], stored[keys[0]]
+        state = {"state_dict": stored, "global_step": step, "pytorch-lightning_version": "2.6.6", "epoch": step}
+        torch.save(state, tmp_path / name.format(step, step))
+    report = ckptlint.check(tmp_path, depth="data")
+    newest = tmp_path / name.format(30, 30)
+    named = ckptlint.check(newest, depth="data", before=tmp_path / name.format(10, 10))
+    for judged in (report, ckptlint.check(newest, depth="data"), named):
+        assert [item.code for item in judged.diagnostics] == ["RUN007"] * exchanged

@@ -14,7 +14,7 @@ from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
 from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.run.finished import step_state
-from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, folder_below, older_steps
+from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, folder_below, older_file, older_steps
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
@@ -88,6 +88,10 @@ def step_before(folder: Folder) -> CheckpointPlace | None:
 
     Only steps that are named alike count, and links out of the run lead nowhere.
     """
+    if folder.is_one_file:
+        whole = folder if folder.parent is None else folder.parent.sub(folder.name)  # a view hides the others
+        name = older_file(whole, folder.part)
+        return CheckpointPlace(whole.only(name)) if name else None
     inner: list[str] = []
     step = folder
     while step_number(step.name) is None:

@@ -94,6 +94,13 @@ def older_steps(run: Folder, like: str, number: int) -> Sequence[Step]:
     return alike[bisect_right(alike, -number, key=lambda step: -step.number) :]
 
 
+def older_file(run: Folder, like: str) -> str:
+    """The newest file that is a step older than this one and named alike; "" for none."""
+    numbers = numbered_steps(run)
+    older = (name for name, number in numbers.items() if run.has(name) and number < numbers.get(like, 0))
+    return next((name for name in older if numberless(name) == numberless(like)), "")
+
+
 def alike_steps(run: Folder, like: str) -> Sequence[Step]:
     """The folders of `steps_of` that are named like this one, but for those that `sub_folder` does not follow."""
     return _of_form(run, numberless(like))
