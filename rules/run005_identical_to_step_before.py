@@ -20,7 +20,7 @@ from ckptlint.vocabulary.keys import MOMENTS
 _LEAST = 64  # elements: a smaller tensor may stay as it is by chance
 # Adam moves a weight w by about the rate, unless its gradients are far below epsilon (1e-8); in float32 it stays only
 # where that is below |w| / 2**25
-_LEAST_RATE, _LEAST_SQUARE, _NEARLY_ALL = 1e-6, 1e-16, 0.9
+_LEAST_RATE, _LEAST_MOMENT, _NEARLY_ALL = 1e-6, 1e-8, 0.9
 
 
 @rule("RUN005", "identical-to-step-before", Severity.WARNING, depth=Depth.HEADERS, whole=True, needs=("step before",))
@@ -71,15 +71,15 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _must_have_moved(ckpt: Checkpoint, before: Checkpoint) -> str:
     """Why Adam must have moved the float32 weights, which all stayed, as a sentence; "" where they may have stayed."""
-    table, params = ckpt.changes, [param.tensor for param in inventory_of(ckpt).params if param.tensor.dtype in FLOATS]
+    tensors, table = [param.tensor for param in inventory_of(ckpt).params], ckpt.changes
+    params = {tensor.fqn: tensor for tensor in tensors if tensor.dtype in FLOATS}
     rate = min(
         min((group.lr or 0.0 for part in (step, *step.optimizers) for group in optimizer_settings(part)), default=0.0)
         for step in (ckpt, before)
     )
-    if table is None or rate < _LEAST_RATE or any(tensor.dtype != "float32" for tensor in params):
+    if table is None or rate < _LEAST_RATE or any(tensor.dtype != "float32" for tensor in params.values()):
         return ""
-    keys = {tensor.fqn for tensor in params}
-    rows = np.array([follow.key in keys for follow in table.follows], bool)[table.follow]
+    rows = np.array([follow.key in params for follow in table.follows], bool)[table.follow]
     # what was trained in 16 bits may be stored in 32
     if not rows.any() or (table.same < table.drawn)[rows].any() or table.short_was[rows].mean() > 0.5:
         return ""
@@ -87,10 +87,10 @@ def _must_have_moved(ckpt: Checkpoint, before: Checkpoint) -> str:
     for part in (ckpt, *ckpt.optimizers):
         if part.changes is not None and part.before is not None:
             updates += updates_between(part, part.before)
-            moved = kinds_of(part.changes, "second") & (part.changes.same < part.changes.drawn)
-            trained = keys_of(part.changes, np.flatnonzero(moved & (part.changes.now > _LEAST_SQUARE)))
+            moved = kinds_of(part.changes, "first") & (part.changes.same < part.changes.drawn)
+            trained = keys_of(part.changes, np.flatnonzero(moved & (part.changes.now > _LEAST_MOMENT)))
             elements += sum(part.tensors[key].volume for key in trained)
-    are_trained = updates and elements >= _NEARLY_ALL * sum(tensor.volume for tensor in params)
+    are_trained = updates and elements >= _NEARLY_ALL * sum(tensor.volume for tensor in params.values())
     return f"{plural(updates, 'update')} changed the moments, with a rate of {rate:.3g} or more" if are_trained else ""
 
 

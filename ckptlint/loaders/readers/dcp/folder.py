@@ -109,9 +109,8 @@ def _assemble(
     others = [item.fqn for item in byte_objects]
     counters = {fqn for fqn in (*others, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
     moments = {*islice(filter(counts_moments, described.tensors), _MOMENTS)} if folder.is_near else set()
-    of_moments = unlike_records(folder, _locations(described, moments, of_tensors=True))
     claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
-    made, moment_problems = read_claims(folder, of_moments)
+    made, moment_problems = read_claims(folder, unlike_records(folder, _locations(described, moments, of_tensors=True)))
     claims += tuple(sorted(made, key=lambda claim: claim.step)[-1:])  # frozen ones lag
     claim_problems += moment_problems
     problems += claim_problems
