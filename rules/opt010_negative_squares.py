@@ -18,16 +18,16 @@ _HINT = "go back to a step whose second moments are whole, or resume with this s
 _EXACT = 20_000  # negative numbers that are surely counted one by one
 
 
-@rule("OPT010", "negative-squares", Severity.ERROR, depth=Depth.HEADERS, needs=("moments",))
+@rule("OPT010", "negative-squares", Severity.ERROR, depth=Depth.HEADERS)
 def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
     """A sum of squares is below 0, or a largest second moment below the second moment.
 
     What it checks:
         No value of a state that sums squares or magnitudes (`exp_avg_sq`, `square_avg`, Adagrad's `sum`, Adafactor's
-        rows and columns, `exp_inf`) is below 0 (with `--depth data`), and no element of `max_exp_avg_sq` is below that
-        of `exp_avg_sq` (elements drawn from both).
+        rows and columns, `exp_inf`) or of a `running_var` is below 0 (with `--depth data`), and no element of
+        `max_exp_avg_sq` is below that of `exp_avg_sq` (elements drawn from both).
     Why it matters:
-        The optimizer divides by the square root: the next step writes NaN, or moves the weight far off.
+        The optimizer divides by the square root, a batch norm too: the next step writes NaN, or moves the weight far.
     Usual causes:
         The bytes are those of another tensor, such as the first moment; a part that was never written.
     How to fix:
@@ -37,17 +37,19 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     numbers = chunk_numbers(ckpt)
     negatives = numbers.column("negatives")
-    rows = np.flatnonzero((negatives > 0) & numbers.are_state(*SQUARES))
+    are_variances = np.array([tensor.fqn.endswith("running_var") for tensor in numbers.tensors], bool)[numbers.tensor]
+    rows = np.flatnonzero((negatives > 0) & (numbers.are_state(*SQUARES) | numbers.are_state("") & are_variances))
     for number in distinct(numbers.tensor[rows]).tolist():
         mine = rows[numbers.tensor[rows] == number]
         tensor, chunks = numbers.tensors[number], numbers.chunk[mine]
         count, whole = int(negatives[mine].sum()), int(numbers.elements[mine].sum())
         box, name = tensor.tiling.box(int(chunks[0])), ckpt.chunk_file(tensor, int(chunks[0]))
         where = f"chunk {box}" if len(chunks) == 1 else f"{len(chunks):,} chunks, the first {box},"
+        what = "sum of squares" if numbers.states[number] else "variance"
         yield Finding(
-            f"{_counted(count)} of {plural(whole, 'value')} in {where}{{of}} are below 0, which no sum of squares is",
+            f"{_counted(count)} of {plural(whole, 'value')} in {where}{{of}} are below 0, which no {what} is",
             at=Location(tensor, region=box, rows=tuple(chunks[:16].tolist()), file=name),
-            hint=_HINT,
+            hint=_HINT if numbers.states[number] else "go back to a step whose running statistics are whole",
             group=f"negative {name}",
         )
     by_file = grouped(((item.file, item.state), item) for item in require(ckpt.payload).odd_values if item.negatives)

@@ -35,8 +35,9 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
         scale, has a known function or is trained by an optimizer, and a warning for other tensors of the model. In a
         moment or a master copy of the shape of its parameter, in the file of an optimizer beside the model too, NaN is
         an error and infinity a warning; info where a weight holds NaN as well. It is only info for other optimizer
-        state, whose padding may be uninitialised memory, for buffers, and for other scalars (`best = inf`). Masks,
-        tensors that hold only 0 and -Inf, and views with gaps between their elements are left out.
+        state, whose padding may be uninitialised memory, for buffers, and for other scalars (`best = inf`). Running
+        statistics of batch norms are judged as moments. Masks, tensors that hold only 0 and -Inf, and views with gaps
+        between their elements are left out.
     Why it matters:
         The next forward pass spreads them over the whole model.
     Usual causes:
@@ -137,6 +138,8 @@ def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key, with_nan: Collection[s
         param = state.param.tensor if state is not None and state.param is not None else None
         if param is not None and param.global_shape == tensor.global_shape:
             return _state_severity(tensor.fqn in with_nan, param.fqn in with_nan)
+    if key.kind == "model" and tensor.fqn.endswith(("running_mean", "running_var")):  # evaluations use them
+        return _state_severity(tensor.fqn in with_nan, weight_has_nan=False)
     if key.kind != "model" or any(name in tensor.fqn for name in _BUFFERS):
         return Severity.INFO
     if tensor.fqn.endswith(_WEIGHTS) or (key.function != "other" and tensor.global_shape):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.layers.odd_ones import sees_all
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.analysis.step_before.leaps import Leap, key_notes, keys_of, kinds_of, leap_of, place_of, ranks_of
 from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
@@ -25,8 +26,8 @@ def stale_part(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         No rank has nine of ten of its chunks bit for bit as in the step before (weights, or moments) while chunks of
         other ranks of the same tensors changed, in four tensors or more, or two of 256 elements each; moments did not
-        all stay while weights changed. Experts and tables of tokens are left out. A frozen tensor stays in all its
-        chunks.
+        all stay while their weights changed. Experts and tables of tokens are left out. A frozen tensor stays in all
+        its chunks.
     Why it matters:
         The part is one or more steps behind: a load mixes two steps without an error.
     Usual causes:
@@ -57,7 +58,11 @@ def stale_part(ckpt: Checkpoint) -> Iterator[Finding]:
         stayed = np.flatnonzero(is_same & (table.was > 0) & (ranks_of(ckpt, table) == rank))
         what = f"the {words} of rank {rank} are those of {older_name(ckpt)}, bit for bit"
         yield _finding(ckpt, table, whole, what, keys_of(table, stayed))
-    moments, weights = varies & kinds_of(table, "first", "second"), varies & kinds_of(table, "weight")
+    moments = varies & kinds_of(table, "first", "second")
+    kept = {*keys_of(table, np.flatnonzero(moments & is_same))}
+    states = [state for state in inventory_of(ckpt).states if state.tensor.fqn in kept]
+    own = {param.tensor.fqn for state in states for param in state.params}  # an average of frozen weights moves on
+    weights = varies & np.array([follow.key in own for follow in table.follows], bool)[table.follow]
     if moments.any() and weights.any() and is_same[moments].mean() >= _NEARLY_ALL and is_same[weights].mean() <= 0.5:
         leap = leap_of(ckpt, table, moments, is_same)
         assert leap is not None

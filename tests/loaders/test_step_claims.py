@@ -87,6 +87,23 @@ def test_adam_alone(tmp_path: Path) -> None:
     ]
 
 
+def test_frozen_parameters_stay_behind(tmp_path: Path) -> None:
+    """A body that was frozen in step 2 keeps its count; that of the head, whose name is the last of many, tells."""
+    for step in (2, 4):
+        counts = {f"body.{number:03}": 2.0 for number in range(99)} | {"head": float(step)}
+        state = {name: {"step": torch.tensor(count)} for name, count in counts.items()}
+        folder = tmp_path / f"step_{step}"
+        dcp.save({"w": torch.ones(8, 8), "optimizer": {"state": state}}, checkpoint_id=str(folder), no_dist=True)
+        of_trainer = tmp_path / "trainer" / f"checkpoint-{step}"
+        of_trainer.mkdir(parents=True)
+        torch.save({"state": state, "param_groups": [{"params": [*state]}]}, of_trainer / "optimizer.pt")
+        torch.save({"w": torch.ones(8, 8)}, of_trainer / "pytorch_model.bin")
+    assert ckptlint.load(tmp_path / "step_4").claims == (StepClaim("optimizer.state.head.step", 4),)
+    assert numbers(tmp_path / "step_4") == []
+    assert [file.step for file in ckptlint.load(of_trainer).step_files] == [4]
+    assert numbers(of_trainer) == []
+
+
 def test_a_tensor_without_axes(tmp_path: Path) -> None:
     """torchtitan 0.0.2 kept the step as a tensor."""
     state = {"w": torch.ones(4), "train_state": {"step": torch.tensor(3, dtype=torch.int32)}}

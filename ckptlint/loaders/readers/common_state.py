@@ -11,6 +11,7 @@ from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import PICKLE_LIMIT, ranges_in
 from ckptlint.formats.torch_file import TorchFile, number_in, read_torch_bytes, read_torch_file
+from ckptlint.grouping import grouped
 from ckptlint.loaders.problems import from_error, from_refusals, from_torch_file
 from ckptlint.model import Checkpoint, CommonState, Declared, ModelConfig, Problem, StepClaim
 from ckptlint.model.text import printable
@@ -28,7 +29,7 @@ _CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 b
 _NESTED_LIMIT = 12
 _YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, tens of thousands of data files possible
 _YAML_SCALAR = 4096  # characters of a value that may be more than a text
-_OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS, _MOST_NUMBERS = 16 * 1024**2, 64 * 1024, 4, 256
+_OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS, _MOST_NUMBERS = 16 * 1024**2, 64 * 1024, 8, 256
 
 StoragePlace = tuple[str, int, int]  # raw file path, byte offset and byte length of a record
 
@@ -74,7 +75,7 @@ def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple
     """
     claims: list[StepClaim] = []
     problems: list[Problem] = []
-    for name in sorted(entries)[:_MOST_CLAIMS]:
+    for name in [*entries][:_MOST_CLAIMS]:
         if entries[name][2] > _CLAIM_LIMIT or (torch_file := _entry(folder, name, entries[name], problems)) is None:
             continue
         path, offset, length = entries[name]
@@ -82,6 +83,16 @@ def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple
         if (step := number_in(read, torch_file, torch_file.root)) is not None:
             claims.append(StepClaim(printable(name), step))
     return tuple(claims), problems
+
+
+def unlike_records(folder: Folder, entries: dict[str, StoragePlace]) -> dict[str, StoragePlace]:
+    """One small entry of those whose records hold the same bytes, the most frequent first."""
+    alike = grouped(
+        (hash(folder.read_range(*place)), name)
+        for name, place in entries.items()
+        if 0 < place[2] <= _CLAIM_LIMIT and place[1] >= 0 and folder.stat(place[0])[0] in READABLE
+    )
+    return {names[0]: entries[names[0]] for names in sorted(alike.values(), key=len, reverse=True)}
 
 
 def read_numbers(folder: Folder, ckpt: Checkpoint) -> dict[str, int | float]:

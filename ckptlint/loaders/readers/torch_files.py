@@ -33,7 +33,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _NOWHERE = Storage(b"", -1, 0, 0, 0)
-_COUNTED = 64  # parameters of an optimizer whose steps are read
+_COUNTED = 1_024  # parameters of an optimizer whose steps are read
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from ckptlint.loaders.readers.common_state import (
     read_common,
     read_configs,
     read_objects,
+    unlike_records,
 )
 from ckptlint.loaders.readers.dcp.megatron import (
     CONFIG_FILE,
@@ -39,7 +40,7 @@ from ckptlint.vocabulary.frameworks import counts_moments, is_counter
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.metadata_files import METADATA, WRITTEN_LAST, ranks_in
 
-_MOMENTS = 16  # parameters of an optimizer whose steps are read
+_MOMENTS = 1_024  # parameters of an optimizer whose steps are read
 _RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
 _OTHER_CONTENT = "torch reads a pickle there, so another program wrote this file or a copy replaced it"
 _BYTECHECKPOINT = "bytecheckpoint."
@@ -109,8 +110,8 @@ def _assemble(
     counters = {fqn for fqn in (*others, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
     moments = {*islice(filter(counts_moments, described.tensors), _MOMENTS)} if folder.is_near else set()
     claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
-    made, moment_problems = read_claims(folder, _locations(described, moments, of_tensors=True))
-    claims += tuple(sorted(made, key=lambda claim: claim.step)[-1:])  # parameters without a gradient lag
+    made, moment_problems = read_claims(folder, unlike_records(folder, _locations(described, moments, of_tensors=True)))
+    claims += tuple(sorted(made, key=lambda claim: claim.step)[-1:])  # frozen ones lag
     claim_problems += moment_problems
     problems += claim_problems
     plans = read_plans(described.extras.get("all_local_plans"))
