@@ -82,7 +82,7 @@ class LocalFolder(Folder):
         return str(path.readlink()) if name in {*self.entries, *self.entries.strange} and _is_link(path) else ""
 
     def link_target_resolved(self, name: str) -> str:
-        return str((self.path / name).resolve()) if self.target(name) else ""
+        return os.path.realpath(self.path / name) if self.target(name) else ""  # of a loop Path.resolve raises
 
     def inner_target(self, name: str) -> str:
         if not _is_link(self.path / name):  # without a listing: the folder may be the one around what was named
