@@ -186,6 +186,22 @@ def test_links_in_circles_and_names_that_are_no_steps(run: Path) -> None:
     assert latest(run).stdout == f"{run}/step-200\n"
 
 
+@pytest.mark.parametrize("tracked", ["global_step150", "global_step400"])
+def test_no_hint_tells_to_resume_from_a_damaged_step(tmp_path: Path, tracked: str) -> None:
+    """The tracker is behind the newest step, or names one that is not there: `check` says no other step than this."""
+    for number in (100, 150, 200):
+        copy_step(REAL / "edit_base", tmp_path / f"global_step{number}", number)
+    (tmp_path / "latest").write_text(tracked)
+
+    def hint() -> str:
+        items = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
+        return next(item.finding.hint for item in items if item.code == "COM002")
+
+    assert hint().startswith("write global_step200 into latest")
+    os.truncate(tmp_path / "global_step200" / "__1_0.distcp", 500)
+    assert hint() == "`ckptlint latest RUN_DIR` prints the step to resume from"
+
+
 def test_a_step_is_not_a_run() -> None:
     done = latest(REAL / "fsdp2_4r")
     assert done.returncode == 4
