@@ -170,6 +170,16 @@ def test_in_doubt_there_is_no_answer(run: Path) -> None:
     assert "step-200 passes, but step-600 may be a newer good step: no answer" in answer.stderr
 
 
+def test_a_file_that_leaves_a_step_unjudged_is_named(run: Path) -> None:
+    copy_step(GOOD, run / "step-600", 600)
+    (run / "step-600" / "extra.json").symlink_to("nowhere")
+    answer = latest(run)
+    sentence = "extra.json is a link that leads nowhere, so ckptlint did not read it"
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert f"ckptlint: step-600 skipped: {sentence}\n" in answer.stderr
+    assert ckptlint.deletable(run, 1).rows()[0]["why"] == sentence
+
+
 def test_a_link_out_of_the_run_is_in_doubt(run: Path) -> None:
     """It is named and not searched."""
     (run / "step-700").symlink_to("/")
