@@ -183,10 +183,7 @@ def _sizes(folder: Folder, levels: int = _LEVELS, prefix: str = "") -> Iterator[
 
 
 def is_finished(step: Folder, number: int, tracker: int | Literal["release"] | None) -> bool:
-    """Whether everything that is written last is there; formats without such a mark only need a checkpoint.
-
-    A tracker that names an older step is proof against no step that `.metadata` ends, but in Megatron's runs.
-    """
+    """Whether everything that is written last is there; formats without such a mark only need a checkpoint."""
     state = step_state(step)
     if state == "unknown":
         try:
@@ -194,5 +191,5 @@ def is_finished(step: Folder, number: int, tracker: int | Literal["release"] | N
         except NothingToCheckError:
             return False
     like = steps_like(step.name)
-    ends_itself = step.has(METADATA) and not (like and like[1].tracked)
+    ends_itself = step.has(METADATA) and not (like and like[1].tracked)  # no tracker is written after it
     return state == "complete" and (ends_itself or not isinstance(tracker, int) or number <= tracker)
