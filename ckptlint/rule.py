@@ -129,6 +129,7 @@ class Finding:
         confidence: how sure the evidence is; a doubt lowers the severity, too (`CEILING`).
         why: replaces the rule's own sentence.
         hint: what to do now.
+        hint_if_damaged: the same where the step has errors too, which a rule cannot know; "" for no other.
         notes: further lines.
         explain: makes lines that cost time; called only for findings that are shown in full.
         group: what findings of one group share; by default the sentence and the role of the key.
@@ -160,6 +161,7 @@ class Finding:
     of_run: bool = False
     partners: tuple[str, ...] = ()
     is_apart: bool = False
+    hint_if_damaged: str = ""
 
     def __reduce__(self) -> tuple[Callable[..., Finding], tuple[object, ...]]:
         """With the lines that cost time made: a function made on the way cannot travel."""

@@ -79,8 +79,10 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
     target, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
     at, names = Location(file=run.tracker_file), f"{run.tracker_file} names {target}"
-    finding = Finding("", at=at, notes=notes, of_run=True)
-    resume = "copy the step back" if newest is None else run.tracking(newest)
+    ask = "`ckptlint latest RUN_DIR` prints the step to resume from"
+    finding = Finding("", at=at, notes=notes, of_run=True, hint_if_damaged=ask)
+    order = "copy the step back" if newest is None else run.tracking(newest)
+    resume = f"{order} to resume from this step" if newest in (None, run.step) else ask  # other steps are not judged
     if run.tracked == "absent":
         # A tracker names its step only after the save, so an absent step was lost. Where one step is all there is,
         # it was more probably copied out of the run together with the tracker, and nothing is lost here.
@@ -89,14 +91,14 @@ def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: 
             message=f"{names}, which does not exist",
             identity=("tracked", str(tracker)),
             severity=Severity.WARNING if len(run.steps) == 1 else None,
-            hint=f"{resume} to resume from this step, or restore {run.folder_of(tracker)}",
+            hint=f"{resume}, or restore {run.folder_of(tracker)}",
         )
     elif run.tracked == "unfinished" and tracker != run.step:
         yield replace(
             finding,
             message=f"{names}, whose save did not finish",
             identity=("unfinished", str(tracker)),
-            hint=f"{resume}, the newest finished step",
+            hint=resume,
         )
     # A job that is killed between save and tracker leaves a healthy step ahead of the tracker: no loss, so info.
     elif tracker != "release" and tracker < run.step == newest:

@@ -109,10 +109,19 @@ def main() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)  # for what is still in the buffers
         os.dup2(nowhere, sys.stdout.fileno())
         try:
-            click.echo(f"ckptlint: the output cannot be written: {error.strerror or error}", err=True)
+            click.echo(f"ckptlint: {_why(error)}", err=True)
         except OSError:
             os.dup2(nowhere, sys.stderr.fileno())
         sys.exit(4)
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):  # no stream says that, but what asks for the working directory
+        try:
+            os.getcwd()  # noqa: PTH109  nothing here needs pathlib
+        except FileNotFoundError:
+            return "the working directory is gone: go to a folder that is there"
+    return f"the output cannot be written: {error.strerror or error}"
 
 
 def _main() -> None:

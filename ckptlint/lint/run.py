@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from ckptlint.loaders.step_parts import lost_model
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.progress import counted
+from ckptlint.rule import Severity
 from ckptlint.sandbox import one_budget, prefetch
 from ckptlint.storage.paths import is_url, shown
 
@@ -272,6 +273,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
             # steps come newest first: that the next one was not checked is all that the advice on a step must know
             unread_steps += [(*place.step, stop) for place in [*seen.values()][handled : handled + 1] if place.step]
             break
+    _advise(parts, [step[:2] for step in unread_steps])
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable or stop))
     parts, solved = apply_baseline(parts, rules, hidden)
@@ -296,6 +298,17 @@ def run(request: Request, source: Opener | None = None) -> Report:
         failed = sum(any(map(report.is_failing, part.diagnostics)) for part in parts)
         raise Interrupted(f"{stop}, {failed or 'none'} failed", report)
     return report
+
+
+def _advise(parts: Sequence[CheckpointReport], unread: Collection[tuple[str, int]]) -> None:
+    """Let no hint tell to resume from a step that has an error or could not be read."""
+    steps = [part.checkpoint.step or part.checkpoint.path for part in parts]
+    errors = [any(item.severity >= Severity.ERROR and not item.finding.of_run for item in p.diagnostics) for p in parts]
+    damaged = {*unread, *compress(steps, errors)}
+    for part in compress(parts, [step in damaged for step in steps]):
+        for row, item in enumerate(part.diagnostics):
+            if hint := item.finding.hint_if_damaged:
+                part.diagnostics[row] = replace(item, finding=replace(item.finding, hint=hint))
 
 
 def _sentence(path: str, error: CkptlintError) -> str:

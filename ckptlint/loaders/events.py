@@ -17,6 +17,8 @@ from ckptlint.loaders.run.steps import Step, components, not_followed, steps_of,
 from ckptlint.model.text import human_duration, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import steps_like
+from ckptlint.vocabulary.metadata_files import METADATA
 
 _LEVELS = 3  # a step, its components, theirs (verl)
 
@@ -56,6 +58,11 @@ class _Memory:
         self.trouble[step] = str(error)
         return [Event("unread", step, number, str(error))]
 
+    def quiet(self, step: str, folder: float) -> float:
+        """Seconds without a change in a step whose folder is of this time: as the watch saw it, or as times say."""
+        now, written = time.time(), max([folder, *(at for _, at in self.sizes[step].values())])
+        return max(now - self.since[step], now - written if written else 0.0)
+
 
 def events(
     open_run: Callable[[], Folder],
@@ -67,9 +74,10 @@ def events(
     """Each finished step once, oldest first, and each that stays unfinished once; without end unless `once`.
 
     A step is finished when what is written last is there and its files did not change between two looks, one interval
-    apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A step that vanishes is
-    forgotten: one of the same name is a new one. Raises NothingToCheckError for a folder that is a checkpoint itself,
-    and AccessError where the first look is refused.
+    apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A job writes the
+    tracker last, so it is asked of the newest step alone, until that was silent for `stale`: it may have been set back.
+    A step that vanishes is forgotten: one of the same name is a new one. Raises NothingToCheckError for a folder that
+    is a checkpoint itself, and AccessError where the first look is refused.
 
     Args:
         open_run: the run folder, not listed yet; called for each look.
@@ -118,7 +126,8 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
             memory.latest = max(memory.latest, *(written or inf for written in times))
             if memory.sizes.get(name) == sizes:
                 still.add(name)
-                if is_finished(step, number, tracker):
+                is_fresh = name == names[-1] and memory.quiet(name, run.entries[name].mtime) < stale
+                if is_finished(step, number, tracker if is_fresh else None):
                     news.append(Event("finished", name, number, files=frozenset(sizes)))
             else:
                 memory.since[name] = time.time()
@@ -133,8 +142,7 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
     for place, name in enumerate(names):
         if name not in still - memory.finished - memory.left_behind:
             continue
-        now, written = time.time(), max([run.entries[name].mtime, *(at for _, at in memory.sizes[name].values())])
-        quiet = max(now - memory.since[name], now - written if written else 0.0)  # as the watch saw it, or as times say
+        quiet = memory.quiet(name, run.entries[name].mtime)
         if place < newest:
             text = f"{name} is still unfinished, and {names[newest]} is finished"
         elif quiet >= stale:
@@ -182,4 +190,6 @@ def is_finished(step: Folder, number: int, tracker: int | Literal["release"] | N
             return any(place.recognised for place in find_checkpoints(step, all_steps=False))
         except NothingToCheckError:
             return False
-    return state == "complete" and (not isinstance(tracker, int) or number <= tracker)
+    like = steps_like(step.name)
+    ends_itself = step.has(METADATA) and not (like and like[1].tracked)  # no tracker is written after it
+    return state == "complete" and (ends_itself or not isinstance(tracker, int) or number <= tracker)

@@ -13,6 +13,7 @@ from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
 from ckptlint.planning.reads import ReadBudget, Reads, reads
+from ckptlint.storage.folder import READABLE
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses
 
 _HELPERS = "torch 2.13, torch/distributed/checkpoint/planner_helpers.py: _create_read_items"
@@ -22,7 +23,7 @@ _SENTENCES: dict[tuple[Effect, str], str] = {
     ("fails", "as an object"): "the job holds an object, the checkpoint a tensor: torch raises ValueError",
     ("fails", "not sound"): "the chunks do not fit the tensor's shape",
     ("fails", "no record"): "some chunks have no storage entry: the reader raises KeyError",
-    ("fails", "no file"): "some chunks lie in files that are missing: the reader raises FileNotFoundError",
+    ("fails", "no file"): "some chunks lie in missing files, or no files: the reader raises FileNotFoundError or hangs",
     ("fails", "cut file"): "some chunks end after the end of their file, which is cut short: torch cannot read them",
     ("fails", "other axes"): "the job wants a different number of axes from what the chunks have",
     ("drops", "hole"): "some elements are missing: the load skips them, and they keep what the job put there",
@@ -81,7 +82,7 @@ class _Work:
         self.records = {item.fqn: item.record for item in ckpt.objects}
         self.records |= {item.fqn: item.record for item in ckpt.byte_objects}
         self.homes = None if from_nodes is None else writer_nodes(ckpt, from_nodes)
-        self.gone = ckpt.files.are("absent")
+        self.gone = ~ckpt.files.are(*READABLE, "unchecked")
         self.cut = record_states(ckpt) == CUT
         self.missing: dict[str, None] = {}
         self.mismatches: dict[Mismatch, None] = {}

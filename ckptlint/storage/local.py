@@ -82,7 +82,7 @@ class LocalFolder(Folder):
         return str(path.readlink()) if name in {*self.entries, *self.entries.strange} and _is_link(path) else ""
 
     def link_target_resolved(self, name: str) -> str:
-        return str((self.path / name).resolve()) if self.target(name) else ""
+        return os.path.realpath(self.path / name) if self.target(name) else ""  # of a loop Path.resolve raises
 
     def leads_around(self, name: str) -> bool:
         target = self.escapes_to(name)

@@ -20,7 +20,7 @@ from typing import IO, Any
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from support import REAL, REPOSITORY, SWEEP, broken_rule, on_terminal, report_on, run, run_python, swept
+from support import REAL, REPOSITORY, SWEEP, broken_rule, on_terminal, report_on, run, run_forked, run_python, swept
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -597,6 +597,21 @@ def test_a_link_in_the_settings_is_refused_before_the_check(tmp_path: Path) -> N
     done = run(GOOD, cwd=tmp_path)
     assert (done.returncode, done.stdout, "report.json is a link" in done.stderr) == (2, "", True)
     assert (tmp_path / "kept").read_text() == "kept"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nobody can remove it there")
+def test_a_working_directory_that_somebody_removed_is_named(tmp_path: Path) -> None:
+    def work() -> None:
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        os.chdir(gone)
+        gone.rmdir()
+        sys.argv = ["ckptlint", "check", "."]
+        cli.main()
+
+    done = run_forked(work, tmp_path)
+    said = "ckptlint: the working directory is gone: go to a folder that is there\n"
+    assert (done.returncode, done.stdout, done.stderr) == (4, "", said)
 
 
 @pytest.mark.parametrize(

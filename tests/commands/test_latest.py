@@ -170,6 +170,16 @@ def test_in_doubt_there_is_no_answer(run: Path) -> None:
     assert "step-200 passes, but step-600 may be a newer good step: no answer" in answer.stderr
 
 
+def test_a_file_that_leaves_a_step_unjudged_is_named(run: Path) -> None:
+    copy_step(GOOD, run / "step-600", 600)
+    (run / "step-600" / "extra.json").symlink_to("nowhere")
+    answer = latest(run)
+    sentence = "extra.json is a link that leads nowhere, so ckptlint did not read it"
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert f"ckptlint: step-600 skipped: {sentence}\n" in answer.stderr
+    assert ckptlint.deletable(run, 1).rows()[0]["why"] == sentence
+
+
 def test_a_link_out_of_the_run_is_in_doubt(run: Path) -> None:
     """It is named and not searched."""
     (run / "step-700").symlink_to("/")
@@ -184,6 +194,22 @@ def test_links_in_circles_and_names_that_are_no_steps(run: Path) -> None:
     (run / "loop").symlink_to(run)
     (run / "latest_checkpointed_iteration.txt").write_bytes(b"\xff" * 100)
     assert latest(run).stdout == f"{run}/step-200\n"
+
+
+@pytest.mark.parametrize("tracked", ["global_step150", "global_step400"])
+def test_no_hint_tells_to_resume_from_a_damaged_step(tmp_path: Path, tracked: str) -> None:
+    """The tracker is behind the newest step, or names one that is not there: `check` says no other step than this."""
+    for number in (100, 150, 200):
+        copy_step(REAL / "edit_base", tmp_path / f"global_step{number}", number)
+    (tmp_path / "latest").write_text(tracked)
+
+    def hint() -> str:
+        items = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
+        return next(item.finding.hint for item in items if item.code == "COM002")
+
+    assert hint().startswith("write global_step200 into latest")
+    os.truncate(tmp_path / "global_step200" / "__1_0.distcp", 500)
+    assert hint() == "`ckptlint latest RUN_DIR` prints the step to resume from"
 
 
 def test_a_step_is_not_a_run() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,18 @@ def test_files_that_are_not_there_fail_the_load() -> None:
     code, found = planned(REAL / "distcp_missing", "--to", "dp=2")
     assert (code, found["verdict"]) == (1, "fails")
     assert "FileNotFoundError" in found["constraints"][0]["sentence"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes there")
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path)]
+)
+def test_what_is_no_readable_file_fails_the_load_too(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    step = Path(shutil.copytree(REAL / "edit_base", tmp_path / "step-1"))
+    (step / "__1_0.distcp").unlink()
+    make(step / "__1_0.distcp")
+    code, found = planned(step)
+    assert (code, found["verdict"]) == (1, "fails")
 
 
 def test_nodes_of_a_shared_disk() -> None:

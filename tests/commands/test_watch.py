@@ -136,6 +136,20 @@ def test_megatron_needs_metadata_json_and_the_tracker(tmp_path: Path) -> None:
     assert look(tmp_path, nothing, nothing) == []
 
 
+def test_a_tracker_that_was_set_back_hides_no_newer_step(tmp_path: Path) -> None:
+    """Neither one that `.metadata` ends, nor Megatron's that is not the newest or has been silent for long."""
+    (tmp_path / "plain").mkdir()
+    for number in (10, 20, 30):
+        save(tmp_path / "plain" / f"step-{number}")()
+        shutil.copytree(REAL / "megatron_0.10" / "iter_0000010", tmp_path / "megatron" / f"iter_{number:07d}")
+    (tmp_path / "plain" / "latest").write_text("step-10")
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
+    assert look(tmp_path / "plain", nothing) == [("finished", f"step-{number}") for number in (10, 20, 30)]
+    for stale, newest in ((1e12, "writing"), (0.0, "finished")):
+        told = events(partial(run_at, str(tmp_path / "megatron")), 0, once=True, stale=stale, sleep=no_sleep)
+        assert [event.kind for event in told] == ["finished", "finished", newest]
+
+
 def test_a_step_that_vanishes_is_forgotten(tmp_path: Path) -> None:
     step = tmp_path / "step-1"
     save(step)()

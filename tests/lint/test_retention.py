@@ -370,6 +370,13 @@ def test_links_are_found_at_any_depth_and_what_is_too_deep_is_a_doubt(run: Path)
     assert (found.paths, found.exit_code) == ((), 4) and "levels of folders" in found.refused
 
 
+def test_a_link_to_itself_is_a_broken_one(run: Path) -> None:
+    (run / "step-5" / "__0_0.distcp").unlink()
+    (run / "step-5" / "__0_0.distcp").symlink_to("__0_0.distcp")
+    assert names(run) == ["step-3", "step-2", "step-1"]
+    assert "no: error PAY003 __0_0.distcp" in support.run("deletable", run, "--keep", "1").stderr
+
+
 @pytest.mark.parametrize("change", ["same size", "same size and time", "link", "link in a whole step"])
 def test_what_changes_and_looks_the_same_is_seen(run: Path, change: str) -> None:
     def judge(path: str) -> Report:

@@ -357,7 +357,8 @@ def verdict_of(report: Report) -> JudgedStep:
         why = f"{lead.severity.label} {lead.code} {lead.title}{more}"
         return replace(outcome, verdict="fails", code=lead.code, why=why)
     if report.is_incomplete:
-        reasons = (reason for part in report.checkpoints for reason in part.failed.values())
+        reasons = [reason for part in report.checkpoints for reason in part.failed.values()]
+        reasons += [p.message for ckpt in checkpoints for p in ckpt.problems if p.kind == "unread" or p.blocks]
         return replace(outcome, verdict="not judged", why=next(chain(report.unreadable, reasons), "it cannot be read"))
     if report.not_found or not checkpoints:
         return replace(outcome, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
