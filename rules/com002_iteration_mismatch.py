@@ -25,18 +25,17 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
         slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, or a link) names a finished step that is there, or
         `release`. An absent tracked step is a warning if one step alone was copied out of a run. A finished step newer
-        than the tracked one is info, which a check of the run folder alone reports: a job that is killed between save
-        and tracker leaves a healthy run.
+        than the tracked one is info, of the run folder alone: a job killed between save and tracker leaves a healthy
+        run.
 
         A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
         `step-<number>`, and `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`. DeepSpeed's engine counts
         apart from transformers' Trainer: its `global_step<number>` may be behind `trainer_state.json` by one step an
         epoch, and is a warning beyond. Other counters (`step`, `global_step`,
-        `last_epoch` of a scheduler, Adam's own `step`) may count batches or start anew. They are info if they have
-        the number of another step of the run, and a warning if they have not moved since the step before, with which
-        they agreed. All numbers that contradict the folder's are one finding. Files of ranks that are called alike and
-        say different steps are a warning.
+        `last_epoch` of a scheduler, Adam's own `step`) may count batches or start anew: info if they have the number of
+        another step of the run, a warning if they have not moved since the step before, with which they agreed. Files
+        of ranks called alike that say different steps are a warning.
     Why it matters:
         A resume loads the step that the tracker names, and continues from the iteration stored in it.
     Usual causes:

@@ -27,7 +27,7 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
         rows and columns, `exp_inf`) or of a `running_var` is below 0 (with `--depth data`), and no element of
         `max_exp_avg_sq` is below that of `exp_avg_sq` (elements drawn from both).
     Why it matters:
-        The optimizer divides by the square root, a batch norm too: the next step writes NaN, or moves the weight far.
+        Optimizers and batch norms divide by the square root: the next step writes NaN, or moves the weight far off.
     Usual causes:
         The bytes are those of another tensor, such as the first moment; a part that was never written.
     How to fix:

@@ -36,7 +36,7 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
         moment or a master copy of the shape of its parameter, in the file of an optimizer beside the model too, NaN is
         an error and infinity a warning; info where a weight holds NaN as well. It is only info for other optimizer
         state, whose padding may be uninitialised memory, for buffers, and for other scalars (`best = inf`). Running
-        statistics of batch norms are judged as moments. Masks, tensors that hold only 0 and -Inf, and views with gaps
+        statistics of batch norms count as moments. Masks, tensors that hold only 0 and -Inf, and views with gaps
         between their elements are left out.
     Why it matters:
         The next forward pass spreads them over the whole model.

@@ -29,10 +29,9 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The CRC-32s of the records differ between the two steps, for tensors of at least 64 elements with the same
-        chunks in both. If all weights and all moments are the same, it is a warning: one save under two names. If all
-        weights are the same but no moment can be compared, or moments changed, it is only info: the learning rate may
-        be zero. It is a warning for float32 weights of which Adam changed nearly all moments since, with rates of 1e-6
-        or more in both steps. Frozen weights beside others that changed are fine.
+        chunks in both. Weights and moments that are all the same are a warning: one save under two names. Weights alone
+        are info, since the learning rate may be zero, and a warning for float32 weights of which Adam changed nearly
+        all moments, at rates of 1e-6 or more. Frozen weights beside others are fine.
     Why it matters:
         This step contains none of the training between the two steps.
     Usual causes:
@@ -48,8 +47,8 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     inventory = inventory_of(ckpt)
     weights = _compared(ckpt, before, [param.tensor for param in inventory.params])
     moments = _compared(ckpt, before, [state.tensor for state in inventory.states if state.what in MOMENTS])
-    moved = _must_have_moved(ckpt, before)
-    if not (all(weights) if weights else moved):
+    moved = _must_have_moved(ckpt, before) if all(weights) else ""
+    if not (moved or (weights and all(weights))):
         return
     is_copy = bool(moments) and all(moments)
     subject = "all weights and all moments are" if is_copy else "all weights that can be compared are"
