@@ -36,11 +36,7 @@ class Severity(IntEnum):
 Confidence = Literal["certain", "likely", "possible"]
 """How sure the evidence of a finding is: two independent witnesses are certain, one that infers is likely."""
 
-CEILING: dict[Confidence, Severity] = {
-    "certain": Severity.ERROR,
-    "likely": Severity.WARNING,
-    "possible": Severity.INFO,
-}
+CEILING: dict[Confidence, Severity] = {"certain": Severity.ERROR, "likely": Severity.WARNING, "possible": Severity.INFO}
 """The highest severity that a finding of a confidence may have."""
 
 

@@ -94,10 +94,7 @@ def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: 
         )
     elif run.tracked == "unfinished" and tracker != run.step:
         yield replace(
-            finding,
-            message=f"{names}, whose save did not finish",
-            identity=("unfinished", str(tracker)),
-            hint=resume,
+            finding, message=f"{names}, whose save did not finish", identity=("unfinished", str(tracker)), hint=resume
         )
     # A job that is killed between save and tracker leaves a healthy step ahead of the tracker: no loss, so info.
     elif tracker != "release" and tracker < run.step == newest:

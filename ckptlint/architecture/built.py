@@ -93,9 +93,6 @@ def _is_huge(value: object) -> bool:
     return len(values) > _MOST_MODULES or any(number > _MOST_MODULES for number in numbers)
 
 
-# ---------------------------------------------------------------- in the other process
-
-
 def _build(config: dict[str, Any]) -> dict[str, list[int]]:
     """Key -> shape as `save_pretrained` of the declared class would write it, built without memory."""
     import torch

@@ -144,9 +144,6 @@ def _dotted(tree: ast.expr) -> str:
     raise ValueError
 
 
-# ---------------------------------------------------------------- what the parts do
-
-
 def _value(fields: Mapping[str, Value], name: str) -> Value:
     try:
         return fields[name]

@@ -210,9 +210,6 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) and len(value) <= 200 else ""
 
 
-# ---------------------------------------------------------------- the values of the fields
-
-
 def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class: str) -> dict[str, object]:
     """The value of every field that the table asks for: as declared, or what the library takes where it is left out."""
     values: dict[str, object] = {}

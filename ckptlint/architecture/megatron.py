@@ -38,11 +38,7 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 TABLE_FILE = "megatron.json"
 """The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/tables)."""
 
-_BRIDGE = {
-    "num_moe_experts": "num_experts",
-    "gated_linear_unit": "swiglu",
-    "seq_length": "max_position_embeddings",
-}
+_BRIDGE = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu", "seq_length": "max_position_embeddings"}
 """Names of Megatron-Bridge's providers -> Megatron-LM's; `share_embeddings_and_output_weights` is turned as well."""
 
 _SIZES: Mapping[str, int | None] = {
@@ -126,10 +122,7 @@ _LONGEST = 20_000  # layers of a list or a pattern
 
 
 def megatron_models(
-    args: Mapping[str, object],
-    source: str = "args",
-    naming: LayerNaming | None = None,
-    at_most: int = MOST_KEYS,
+    args: Mapping[str, object], source: str = "args", naming: LayerNaming | None = None, at_most: int = MOST_KEYS
 ) -> tuple[Expected, ...]:
     """The model that the arguments of a Megatron job declare, once for each way in which its checkpoints name it.
 

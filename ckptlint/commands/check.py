@@ -141,9 +141,6 @@ def _output(value: str, checked: Sequence[str], looks_for_folder: bool) -> tuple
     return name, checked_target(Path(path), checked, looks_for_folder)
 
 
-# ---------------------------------------------------------------- ckptlint config
-
-
 @click.command(context_settings={**ENVIRONMENT, "ignore_unknown_options": True})
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS AND PATHS OF check]")

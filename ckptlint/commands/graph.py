@@ -125,9 +125,6 @@ def _files(ckpt: Checkpoint, tensor: Tensor, rows: list[int]) -> list[str]:
     return [ckpt.files[number].name for number in numbers]
 
 
-# ---------------------------------------------------------------- formats
-
-
 def as_mermaid(graph: nx.DiGraph[str]) -> str:
     """A flowchart that GitHub, GitLab and most notebooks draw."""
     axes = list(dict.fromkeys(data["axis"] for _, data in graph.nodes(data=True)))

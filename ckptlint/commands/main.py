@@ -109,19 +109,15 @@ def main() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)  # for what is still in the buffers
         os.dup2(nowhere, sys.stdout.fileno())
         try:
-            click.echo(f"ckptlint: {_why(error)}", err=True)
+            is_gone = isinstance(
+                error, FileNotFoundError
+            )  # no stream says so, what asks for the working directory does
+            gone = "the working directory is gone: go to a folder that is there"
+            why = gone if is_gone else f"the output cannot be written: {error.strerror or error}"
+            click.echo(f"ckptlint: {why}", err=True)
         except OSError:
             os.dup2(nowhere, sys.stderr.fileno())
         sys.exit(4)
-
-
-def _why(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):  # no stream says that, but what asks for the working directory
-        try:
-            os.getcwd()  # noqa: PTH109  nothing here needs pathlib
-        except FileNotFoundError:
-            return "the working directory is gone: go to a folder that is there"
-    return f"the output cannot be written: {error.strerror or error}"
 
 
 def _main() -> None:

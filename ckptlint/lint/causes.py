@@ -212,9 +212,6 @@ _NAMES: dict[InCommon, Callable[[Diagnostic], Set[Any]]] = {
 }
 
 
-# ---------------------------------------------------------------- words
-
-
 def _filled(text: str, by_clause: Mapping[str, list[Diagnostic]]) -> str:
     """The text with what the findings name; its optional parts only where they name something."""
 

@@ -129,9 +129,6 @@ def written(ckpt: Checkpoint) -> dict[int, int]:
     return dict(sorted(bytes_by_rank.items()))
 
 
-# ---------------------------------------------------------------- nodes
-
-
 def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
     """int64 [files], the node that wrote each file, where so many nodes saved; -1 where its name has no rank."""
     ranks = ranks_of_files(ckpt)

@@ -159,9 +159,6 @@ def _starts(where: Elements, row: int, rows: int) -> Words:
     return (runs.places(row, rows) + np.uint64(1)) * np.uint64(GOLD)
 
 
-# ---------------------------------------------------------------- objects
-
-
 def object_digest(
     value: Any, leaf: _Leaf = lambda value: None, before_each: Callable[[], object] = lambda: None
 ) -> int | None:

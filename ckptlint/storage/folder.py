@@ -175,13 +175,10 @@ class Folder(ABC):
         """The place below this folder where a link in it leads at last; "" for all else, and in a store."""
         return ""
 
-    def leads_around(self, name: str) -> bool:
-        """Whether a link in the folder leads to the folder itself or to one around it."""
-        return False
-
-    def leads_into(self, name: str, other: Folder) -> bool:
-        """Whether a link out of the folder leads to another folder or into it."""
-        return False
+    @property
+    def real(self) -> str:
+        """The path without links; "" in a store."""
+        return ""
 
     @property
     def sums(self) -> Mapping[str, str]:

@@ -84,13 +84,9 @@ class LocalFolder(Folder):
     def link_target_resolved(self, name: str) -> str:
         return os.path.realpath(self.path / name) if self.target(name) else ""  # of a loop Path.resolve raises
 
-    def leads_around(self, name: str) -> bool:
-        target = self.escapes_to(name)
-        return bool(target) and self.path.resolve().is_relative_to(target)
-
-    def leads_into(self, name: str, other: Folder) -> bool:
-        target = self.escapes_to(name)
-        return bool(target) and isinstance(other, LocalFolder) and Path(target).is_relative_to(other.path.resolve())
+    @property
+    def real(self) -> str:
+        return os.path.realpath(self.path)
 
     def inner_target(self, name: str) -> str:
         if not _is_link(self.path / name):  # without a listing: the folder may be the one around what was named

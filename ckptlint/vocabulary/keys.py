@@ -27,8 +27,6 @@ def numbers_in(fqn: str) -> tuple[int, ...]:
     return tuple(int(number) if len(number) < 18 else 0 for number in NUMBER.findall(fqn))
 
 
-# ---------------------------------------------------------------- taking a key apart
-
 KeyKind = Literal["model", "optimizer", "runtime"]
 
 _Attention = Literal["qkv", "q", "k", "v", "attn_out", "linear_attn"]

@@ -125,8 +125,6 @@ def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
     return None
 
 
-# ---------------------------------------------------------------- weights that cannot be multiplied
-
 _Mismatch = tuple[Param, Param, str]
 """A weight, its partner, and the mismatch in words."""
 

@@ -197,9 +197,6 @@ def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntA
     return [(i, at) for i, file in enumerate(lost, len(ckpt.files)) for at in columns_by_kind.get(file.kind, ())]
 
 
-# ---------------------------------------------------------------- columns
-
-
 def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.bool_], list[tuple[int, int]]]:
     """(columns, column of each record, whether its chunk overlaps another, (file, column) of parts an index names)."""
     table, index, states = ckpt.records, ckpt.index, _states(ckpt)

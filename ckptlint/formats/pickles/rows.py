@@ -44,11 +44,7 @@ _TUPLE_BUILT = b"t\x94b"  # TUPLE MEMOIZE BUILD
 _REDUCED = b"\x94\x85\x94R\x94"  # behind the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
 BARE_OBJECT = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE: without attributes
 _BUILT = b"ub"  # SETITEMS BUILD
-OBJECTS_PER_ROW = {
-    b"\x8c\x14ChunkStorageMetadata\x94": 1,
-    b"\x8c\rMetadataIndex\x94": 2,
-    b"\x8c\tWriteItem\x94": 1,
-}
+OBJECTS_PER_ROW = {b"\x8c\x14ChunkStorageMetadata\x94": 1, b"\x8c\rMetadataIndex\x94": 2, b"\x8c\tWriteItem\x94": 1}
 INDEX_CLASS = b"\x8c\rMetadataIndex\x94"
 _ITEM_CLASS = b"\x8c\tWriteItem\x94"
 ENTRY_CLASS = b"\x8c\x14BytesStorageMetadata\x94"
@@ -331,14 +327,7 @@ def planned_items(size_index: int, memo: dict[bytes, int]) -> RowForm | None:
     )
     data = _Either(
         made("TensorWriteData"),
-        (
-            _Constant(get("chunk"), 0),
-            chunk,
-            _Constant(get("properties"), 0),
-            properties,
-            *attribute("size"),
-            built,
-        ),
+        (_Constant(get("chunk"), 0), chunk, _Constant(get("properties"), 0), properties, *attribute("size"), built),
         (column["tensor_data"],),
         column["tensor_data"],
     )

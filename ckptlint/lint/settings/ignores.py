@@ -119,9 +119,6 @@ def ignore_of_the_rest(report: Report) -> list[str]:
     return to_paste(pattern, failing[0].code, report.settings) if is_exact else []
 
 
-# ---------------------------------------------------------------- findings of an earlier report
-
-
 def read_baseline(path: str) -> dict[str, str]:
     """The findings of an earlier JSON report: fingerprint -> code and sentence; raises ConfigError for another file."""
     try:

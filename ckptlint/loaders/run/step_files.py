@@ -265,7 +265,7 @@ def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
     place, run = item.folder, _run_around(whole.folder)
     accounted = {folder.place for folder in whole.reports_for} - {whole.folder.place}
     is_run = place.place in accounted and step_number(place.name) is None and bool(steps_of(place))
-    leads_back = place.leads_into(item.name, run)
+    leads_back = PurePath(place.escapes_to(item.name)).is_relative_to(run.real)
     return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
 
 

@@ -243,11 +243,9 @@ def is_followed(folder: Folder, name: str) -> bool:
     metadata itself. For metadata only its names are looked for: nothing else outside is ever listed.
     """
     target = folder.escapes_to(name)
-    if not target:
-        return True
-    if folder.leads_around(name):
+    if target and PurePath(folder.real).is_relative_to(target):  # it leads back to what is around it
         return False
-    if PurePath(target).name == name:
+    if not target or PurePath(target).name == name:
         return True
     is_step = step_number(name) is not None and step_number(PurePath(target).name) is not None
     return is_step or any(folder.stat(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks)
