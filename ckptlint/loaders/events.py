@@ -103,7 +103,7 @@ def events(
 
 def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> list[Event]:
     """What happened in a run since the last look: steps that finished, stalled, vanished or are in trouble."""
-    numbers = {step.name: step.number for step in reversed(steps_in_run(run)) if step.is_folder}
+    numbers = {step.name: step.number for step in reversed(steps_in_run(run))}
     names = [*numbers]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
         memory.sizes.pop(gone, None)
@@ -118,7 +118,7 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         if name in memory.finished:
             continue
         try:
-            step = sub_folder(run, name)
+            step = _view(run, name)
             if step is None:
                 raise AccessError(not_followed(run, name))
             sizes = dict(_sizes(step))
@@ -160,10 +160,15 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
 def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:
     """Whether a file of a step that was there at the last look is gone: what was read of it does not count."""
     try:
-        step = sub_folder(open_run(), event.step)
+        step = _view(open_run(), event.step)
         return step is None or not event.files <= dict(_sizes(step)).keys()
     except CkptlintError:
         return True
+
+
+def _view(run: Folder, name: str) -> Folder | None:
+    """A step, which may be one file; None for a link that is not followed."""
+    return run.only(name) if run.has(name) else sub_folder(run, name)
 
 
 def steps_in_run(run: Folder) -> list[Step]:

@@ -66,6 +66,20 @@ def save(folder: Path, case: dict[str, Any] = GOOD) -> Callable[[], None]:
 # ---------------------------------------------------------------- which step is finished
 
 
+@pytest.mark.parametrize("name", ["checkpoint_{}.pt", "epoch=0-step={}.ckpt"])
+def test_a_step_may_be_one_file(tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    for step in (10, 20):
+        state = {"state_dict": {"w": torch.arange(99.0) + step}, "global_step": step}
+        torch.save(state, tmp_path / name.format(step))
+    done = run("watch", tmp_path, "--once", "--interval", "0")
+    assert done.returncode == 0
+    assert [f"{name.format(step)} is finished and passes" in done.stderr for step in (10, 20)] == [True, True]
+    newest = tmp_path / name.format(20)
+    os.truncate(newest, newest.stat().st_size // 2)
+    assert run("watch", tmp_path, "--once", "--interval", "0").returncode == 1
+
+
 def test_a_step_is_told_once_when_its_files_hold_still(tmp_path: Path) -> None:
     step = tmp_path / "step-1"
     assert look(tmp_path, save(step)) == []
