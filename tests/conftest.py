@@ -28,7 +28,7 @@ if sys.dont_write_bytecode:  # each process of a test would compile the package 
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(REPOSITORY / ".pytest_cache" / "bytecode")
 
-settings.register_profile("quick", deadline=None, max_examples=examples(25, 100))
+settings.register_profile("quick", deadline=None, max_examples=examples(15, 100))
 settings.load_profile("quick")
 
 BEFORE = pytest.StashKey[str]()

@@ -209,7 +209,7 @@ HOSTILE = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(20, 300))
+@settings(max_examples=examples(12, 300))
 @given(st.data())
 def test_any_value_of_any_field_is_a_model_or_one_sentence(data: st.DataObject) -> None:
     model_type = data.draw(st.sampled_from(TYPES))

@@ -108,7 +108,7 @@ def edited(data: bytes, other: bytes, dice: random.Random) -> bytes:
 def test_what_is_read_is_what_both_real_readers_read(saved: bytes, tmp_path: Path) -> None:
     dice, read = random.Random(5), 0
     sources = [saved, with_members(saved, data=b"N.", more=b"x" * 99)]
-    for _ in range(examples(1_500, 30_000)):
+    for _ in range(examples(750, 30_000)):
         made = edited(dice.choice(sources), dice.choice(sources), dice)
         try:
             archive = read_archive(ranges_in(made), len(made))

@@ -244,7 +244,7 @@ def trees(draw: st.DrawFn) -> Any:
     return metadata(tensors, stored)
 
 
-@settings(max_examples=examples(20, 300))
+@settings(max_examples=examples(12, 300))
 @given(trees())
 def test_random_metadata_says_the_same_both_ways(root: Any) -> None:
     assert_read_alike(dumped(root))
@@ -360,7 +360,7 @@ def trees_with_plans(draw: st.DrawFn) -> Any:
     return root
 
 
-@settings(max_examples=examples(20, 300))
+@settings(max_examples=examples(12, 300))
 @given(trees_with_plans())
 def test_random_plans_say_the_same_both_ways(root: Any) -> None:
     assert_read_alike(dumped(root))
@@ -423,7 +423,7 @@ def edits(seed: int, number: int) -> Iterator[bytes]:
 def differing(seed: int) -> list[bytes]:
     """The edited pickles that are read differently."""
     found = []
-    for data in edits(seed, examples(150, 400)):
+    for data in edits(seed, examples(80, 400)):
         try:
             assert_read_alike(data)
         except AssertionError:

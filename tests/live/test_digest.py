@@ -127,7 +127,7 @@ def test_conjugate_and_negative_views_are_what_they_read_as() -> None:
 
 
 @given(st.data())
-@settings(max_examples=examples(30, 60))
+@settings(max_examples=examples(15, 60))
 def test_many_tensors_at_once_are_each_by_itself(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=12))
     dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in shapes]

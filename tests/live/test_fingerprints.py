@@ -70,7 +70,7 @@ def is_even(shape: tuple[int, ...], boxes: list[Any]) -> bool:
 
 @pytest.mark.sweep
 @given(tilings())
-@settings(max_examples=examples(30, 2000))
+@settings(max_examples=examples(15, 2000))
 def test_a_tiling_is_never_suspicious(tiling: Any) -> None:
     shape, boxes = tiling
     assert not words(held(shape, boxes)).any()
@@ -80,7 +80,7 @@ def test_a_tiling_is_never_suspicious(tiling: Any) -> None:
 
 @pytest.mark.sweep
 @given(tilings(), st.data())
-@settings(max_examples=examples(30, 2000))
+@settings(max_examples=examples(15, 2000))
 def test_any_damage_is_suspicious_exactly_when_the_cells_are(tiling: Any, data: Any) -> None:
     shape, boxes = tiling
     at = data.draw(st.integers(0, len(boxes) - 1))
@@ -101,7 +101,7 @@ def test_any_damage_is_suspicious_exactly_when_the_cells_are(tiling: Any, data: 
 
 @pytest.mark.sweep
 @given(tilings(), tilings())
-@settings(max_examples=examples(30, 500))
+@settings(max_examples=examples(15, 500))
 def test_a_gap_and_an_overlap_of_equal_volume_do_not_cancel(one: Any, other: Any) -> None:
     shape, boxes = one
     if len(boxes) > 1 and all(boxes[1][1]):
@@ -140,7 +140,7 @@ def test_copies_of_a_known_number_are_compared_without_a_table() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 64), st.floats(0.05, 0.7))
-@settings(max_examples=examples(30, 60))
+@settings(max_examples=examples(15, 60))
 def test_all_keys_come_out_of_the_table_again(seed: int, holders: int, load: float) -> None:
     rng = np.random.default_rng(seed)
     cells = 3 * 2**10

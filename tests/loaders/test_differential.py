@@ -56,7 +56,7 @@ def leaves(shape: tuple[int, ...], chunk: Chunk) -> bool:
     return any(o < 0 or o + s > n for o, s, n in zip(*chunk, shape, strict=True))
 
 
-@settings(max_examples=examples(25, 400))
+@settings(max_examples=examples(15, 400))
 @given(damaged())
 def test_the_geometry_rules_say_what_counting_cells_says(case: Case) -> None:
     shape, chunks = case
@@ -94,7 +94,7 @@ def many(draw: st.DrawFn) -> Case:
     return shape, list(zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True))
 
 
-@settings(max_examples=examples(25, 150))
+@settings(max_examples=examples(15, 150))
 @given(many())
 def test_gaps_and_overlaps_of_many_boxes_are_exact(case: Case) -> None:
     shape, chunks = case
@@ -122,7 +122,7 @@ def inside(box: Box) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- torch's validator
 
 
-@settings(max_examples=examples(25, 300))
+@settings(max_examples=examples(15, 300))
 @given(damaged())
 def test_the_verdict_is_that_of_the_validator_of_torch(case: Case) -> None:
     """Where torch is right: it takes an empty chunk inside another one for an overlap, and looks at no scalar."""

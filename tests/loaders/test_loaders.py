@@ -510,7 +510,7 @@ def test_a_named_file_beside_a_checkpoint_says_which_folder_to_name(tmp_path: Pa
     ("name", "content", "code"), [("note.txt", "x", 3), (".metadata", "x", 3), (".metadata", "", 1)]
 )
 def test_a_run_of_many_nearly_empty_steps_is_judged(tmp_path: Path, name: str, content: str, code: int) -> None:
-    for number in range(examples(1_000, 20_000)):
+    for number in range(examples(500, 20_000)):
         (step := tmp_path / f"step-{number}").mkdir()
         (step / name).write_text(content)
     with ends(100):

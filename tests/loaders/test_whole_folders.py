@@ -318,7 +318,7 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
     layouts = [kind for kind in layouts if kind.__module__ == test_contracts.__name__]
     runs = {kind: run_of(kind, tmp_path / kind.__name__) for kind in layouts}
     dice = random.Random(64)
-    for number in range(examples(15, 60)):
+    for number in range(examples(9, 60)):
         newest, older = runs[kind := layouts[number % len(layouts)]]
         kept = newest.with_name("kept").parent.parent / "kept"
         shutil.copytree(newest, kept, symlinks=True)

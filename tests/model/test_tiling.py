@@ -50,7 +50,7 @@ def test_a_tiling_has_no_hole_and_no_overlap(case: tuple[tuple[int, ...], list[C
     assert (coverage.missing, coverage.missing_volume, coverage.doubled, coverage.doubled_volume) == ((), 0, (), 0)
 
 
-@settings(max_examples=examples(25, 400))
+@settings(max_examples=examples(15, 400))
 @given(damaged())
 def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -60,7 +60,7 @@ def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], lis
     assert_exact(coverage.doubled, coverage.doubled_volume, {cell for cell, n in counts.items() if n > 1})
 
 
-@settings(max_examples=examples(25, 400))
+@settings(max_examples=examples(15, 400))
 @given(st.one_of(damaged(), tangled()), st.sampled_from([0, 2, 9]), st.sampled_from([1, 3, 60]))
 def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[Chunk]], few: int, cells: int) -> None:
     shape, chunks = case
@@ -77,7 +77,7 @@ def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[C
             assert set(cells_of_parts) == set(box_cells(at_once))
 
 
-@settings(max_examples=examples(25, 200))
+@settings(max_examples=examples(15, 200))
 @given(st.one_of(damaged(), tangled()), st.integers(0, 6))
 def test_what_a_search_without_budget_says_is_true(case: tuple[tuple[int, ...], list[Chunk]], budget: int) -> None:
     shape, chunks = case
@@ -241,7 +241,7 @@ def grid_cells(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     return wanted == sorted(tuple((a, a + b) for a, b in zip(o, s, strict=True)) for o, s in live)
 
 
-@settings(max_examples=examples(25, 300))
+@settings(max_examples=examples(15, 300))
 @given(damaged())
 def test_is_grid_equals_the_product_of_the_paths(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -286,7 +286,7 @@ def assert_pairs(found: list[Crossing], chunks: list[Chunk], rank: int, fits: ob
         assert {(pair.first, pair.second) for pair in named} <= pairs
 
 
-@settings(max_examples=examples(25, 400))
+@settings(max_examples=examples(15, 400))
 @given(damaged())
 def test_crossings_and_nestings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -314,7 +314,7 @@ def test_intervals_are_distinct_and_in_order(case: tuple[tuple[int, ...], list[C
 # ---------------------------------------------------------------- flattened runs
 
 
-@settings(max_examples=examples(25, 300))
+@settings(max_examples=examples(15, 300))
 @given(tilings(least=1))
 def test_row_major_means_that_flat_indices_are_one_run(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case

@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes, Boxes]:
     return shape, draw(st.lists(box, max_size=12)), draw(st.lists(box, max_size=12))
 
 
-@settings(max_examples=examples(50, 300))
+@settings(max_examples=examples(25, 300))
 @given(cases())
 def test_items_are_those_of_brute_force(case: tuple[tuple[int, ...], Boxes, Boxes]) -> None:
     shape, stored, wanted = case
@@ -67,7 +67,7 @@ def test_items_are_those_of_brute_force(case: tuple[tuple[int, ...], Boxes, Boxe
     assert as_items(target, found) == brute(stored, wanted)
 
 
-@settings(max_examples=examples(50, 100))
+@settings(max_examples=examples(25, 100))
 @given(cases())
 def test_items_are_those_of_torch(case: tuple[tuple[int, ...], Boxes, Boxes]) -> None:
     torch = pytest.importorskip("torch")

@@ -40,7 +40,7 @@ def of_torch(shape: tuple[int, ...], placements: list[Placement], mesh: tuple[in
 
 @needs_strided
 @pytest.mark.sweep
-@settings(max_examples=examples(25, 1500))
+@settings(max_examples=examples(15, 1500))
 @given(layouts())
 def test_boxes_are_those_of_torch(layout: tuple[Any, ...]) -> None:
     shape, placements, mesh = layout
@@ -49,7 +49,7 @@ def test_boxes_are_those_of_torch(layout: tuple[Any, ...]) -> None:
 
 
 @needs_strided
-@settings(max_examples=examples(25, 300))
+@settings(max_examples=examples(15, 300))
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_runs_are_the_rows_that_torch_hands_out(size: int, outer: int, inner: int, split: int, first: bool) -> None:
     placements = [Shard(0), _StridedShard(0, split_factor=split)][:: 1 if first else -1]
@@ -62,7 +62,7 @@ def test_runs_are_the_rows_that_torch_hands_out(size: int, outer: int, inner: in
         assert all(stop != start for (_, stop), (start, _) in pairwise(found)), "neighbours joined"
 
 
-@settings(max_examples=examples(25, 300))
+@settings(max_examples=examples(15, 300))
 @given(layouts(strided=False), st.randoms())
 def test_in_any_order_the_ranks_tile_the_tensor(layout: tuple[Any, ...], random: Any) -> None:
     shape, placements, mesh = layout
