@@ -506,14 +506,6 @@ def an_expert_that_no_token_reached(pair: Pair, draw: random.Random) -> str:
 
 
 @healthy
-def rate_of_0(pair: Pair, draw: random.Random) -> str:
-    for place in pair.rows:
-        if not place[1]:
-            put(pair, place, pair.was[place])
-    return "all"
-
-
-@healthy
 def low_rate(pair: Pair, draw: random.Random) -> str:
     for place in pair.rows:
         if not place[1]:
