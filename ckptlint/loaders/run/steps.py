@@ -95,8 +95,11 @@ def older_steps(run: Folder, like: str, number: int) -> Sequence[Step]:
 
 
 def older_file(run: Folder, like: str) -> str:
-    """The newest file that is a step older than this one and named alike; "" for none."""
-    numbers = numbered_steps(run)
+    """The newest file that is a step older than this one and named alike; "" for none.
+
+    Its name is that of a step but for the ending: the numbers of others may be seeds or ranks of an adapter.
+    """
+    numbers = numbered_steps(run) if {step_number(like), step_number(PurePath(like).stem)} != {None} else {}
     older = (name for name, number in numbers.items() if run.has(name) and number < numbers.get(like, 0))
     return next((name for name in older if numberless(name) == numberless(like)), "")
 
